@@ -9,23 +9,36 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from api_tokens import decoded, encoded
 from call import LISTING, Call
 from history import Answer
 from machine import START_S
 from presence import API
+from written_calls import MODELS, written_calls
 
 if TYPE_CHECKING:
     from box import Box
     from history import Request
     from scenario import Scenario, Step
 
-__all__ = ["ABSENT", "SPOKEN_TOKENS", "api_calls", "certain_of_api", "lost_api", "with_api"]
+__all__ = [
+    "ABSENT",
+    "FORGOTTEN",
+    "SPOKEN_TOKENS",
+    "api_calls",
+    "certain_of_api",
+    "lost_api",
+    "with_api",
+]
 
-ABSENT = "absent"
-"""The kind of requests for an adapter that is not loaded: they get 404."""
+ABSENT, FORGOTTEN = "absent", "forgotten"
+"""The kinds of requests for an adapter that was unloaded just now, or is not known any more."""
+_FORGOTTEN_S = 2.5
 _SHARE = 0.25
 """Of the boxes without limits and keys that are not calm."""
 _COUNTS = (10, 20, 30)
+_WRITTEN = (0, 3, 5)
+"""How many models of :mod:`written_models` there are."""
 _FAULTS = ("", "", "", "kill api", "stop api")
 _SERVICE = """Api:
   run: api_worker
@@ -34,7 +47,7 @@ _CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/
 _LATE = "late"
 _FELT_S = 6.0
 """A worker that was stopped or died may be felt so long, until it is asked again."""
-_NOTICE_S = 1.0
+_NOTICE_S = 0.5
 """A frontend may hear so late that an adapter came, and forgets one a moment after it left."""
 SPOKEN_TOKENS = 900
 """What each prompt of texts has, as its model says: a frontend may count another number."""
@@ -45,33 +58,29 @@ def api_calls() -> Iterator[Call]:
     yield from _counted_calls()
     yield from _spoken_calls()
     yield from _vector_calls()
+    for model in MODELS:
+        yield from written_calls(model)
 
 
 def _words(count: int, what: str) -> str:
     return f"api {what}: " + " ".join(f"word {number}" for number in range(count))
 
 
-def _decoded(tokens: tuple[int, ...]) -> str:
-    import api_worker
-
-    return api_worker.decoded(tokens)
-
-
 def _of_prompt(prompt: tuple[int, ...], most: int = 400, adapter: str = "") -> Answer:
     """Return what the model that counts answers to ``prompt``."""
     import api_worker
 
-    tokens = api_worker.encoded(api_worker.reply_of(prompt, adapter))
+    tokens = encoded(api_worker.reply_of(prompt, adapter))
     if len(tokens) > most:
-        return Answer(_decoded(tokens[:most]), "length", len(prompt), most)
-    return Answer(_decoded(tokens), "stop", len(prompt), len(tokens))
+        return Answer(decoded(tokens[:most]), "length", len(prompt), most)
+    return Answer(decoded(tokens), "stop", len(prompt), len(tokens))
 
 
 def _counted_calls() -> Iterator[Call]:
     import api_worker
 
     def completion(model: str, name: str, prompt: Any, most: int = 400, by: str = "") -> Call:
-        ids = api_worker.encoded(prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = encoded(prompt) if isinstance(prompt, str) else tuple(prompt)
         body = {"model": model, "prompt": prompt, "max_tokens": most}
         answer = _of_prompt(ids, most, by)
         return Call(f"{model} {name}", "completions", _COMPLETIONS, body, answer=answer)
@@ -79,7 +88,7 @@ def _counted_calls() -> Iterator[Call]:
     def chat(model: str, text: str) -> Call:
         rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 400}
-        answer = _of_prompt(api_worker.encoded(rendered))
+        answer = _of_prompt(encoded(rendered))
         return Call(f"{model} chat", "chat", _CHAT, body, answer=answer)
 
     for words in (4, 30, 90):
@@ -142,15 +151,15 @@ def _vector_calls() -> Iterator[Call]:
         return replace(call, api="refusal", status=400, says=says, answer=None)
 
     text, more = _words(7, "embedded"), _words(40, "embedded")
-    yield embedding("of a text", text, api_worker.encoded(text))
+    yield embedding("of a text", text, encoded(text))
     yield embedding("of ids", _IDS, tuple(_IDS))
-    yield embedding("of texts", [text, more], api_worker.encoded(more),
-                    sum(len(api_worker.encoded(one)) for one in (text, more)))  # fmt: skip
+    yield embedding("of texts", [text, more], encoded(more),
+                    sum(len(encoded(one)) for one in (text, more)))  # fmt: skip
     yield embedding("of lists of ids", [[5, 6], _IDS], tuple(_IDS), len(_IDS) + 2)
-    yield embedding("in base64", text, api_worker.encoded(text), encoding_format="base64")
+    yield embedding("in base64", text, encoded(text), encoding_format="base64")
     large = [_words(90, str(number)) for number in range(180)]
-    yield embedding("large", large, api_worker.encoded(large[-1]),
-                    sum(len(api_worker.encoded(one)) for one in large))  # fmt: skip
+    yield embedding("large", large, encoded(large[-1]),
+                    sum(len(encoded(one)) for one in large))  # fmt: skip
     yield refused("of nothing", "cannot be empty", [])
     yield refused("of a mixture", "mixture", ["a", 5])
     yield refused("out of range", "out of range", [99_999_999])
@@ -168,7 +177,12 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
     others = scenario.limits or "{keys}" in scenario.graph or "dynamo.attach" in scenario.graph
     if dice.random() >= _SHARE or others or scenario.is_calm or not scenario.seed:
         return scenario
-    calls, steps = list(api_calls()), list(scenario.steps)
+    written = dice.sample(MODELS, dice.choice(_WRITTEN))
+    calls = [*_counted_calls(), *_spoken_calls(), *_vector_calls()]
+    if written:
+        more = [call for model in written for call in written_calls(model)]
+        calls += dice.choices(more, k=len(calls))
+    steps = list(scenario.steps)
     until_s = max(scenario.seconds, 2.0)
     for number in range(len(steps), len(steps) + dice.choice(_COUNTS)):
         call = dice.choice(calls)
@@ -185,10 +199,11 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
     if fault:
         at_s, seconds = round(1 + dice.random() * until_s, 4), dice.choice((0.5, 1.5, 4.0))
         steps.append(step(len(steps), at_s, "fault", fault, 0, {"seconds": seconds}))
+    service = _SERVICE + (f"  written: {','.join(written)}\n" if written else "")
     ordered = tuple(sorted(steps, key=lambda one: one.at_s))
     if scenario.is_cut:
         ordered = tuple(one for one in ordered if one.at_s <= scenario.seconds)
-    return replace(scenario, graph=scenario.graph + _SERVICE, steps=ordered)
+    return replace(scenario, graph=scenario.graph + service, steps=ordered)
 
 
 def certain_of_api(box: Box, request: Request) -> str:
@@ -235,4 +250,5 @@ def _of_adapter(box: Box, request: Request) -> str:
         loaded, changed_s = is_loaded, at_s - START_S
     if changed_s > request.started_s - _NOTICE_S:
         return "either: adapter"
-    return "complete" if loaded else ABSENT
+    away_s = request.started_s - changed_s
+    return "complete" if loaded else FORGOTTEN if away_s > _FORGOTTEN_S else ABSENT

@@ -7,18 +7,20 @@ another one. :mod:`api_calls` has the right answers.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fake_os
 import uvloop
 from api_calls import SPOKEN_TOKENS
+from api_tokens import MODEL, encoded
+from written_models import serve_written
 
 from dynamo.llm import (
     FpmDirectPublisher,
@@ -39,15 +41,14 @@ from dynamo.llm import (
 from dynamo.llm.exceptions import EngineShutdown
 from dynamo.runtime import Context, DistributedRuntime, dynamo_endpoint, dynamo_worker
 
-__all__ = ["ADAPTERS", "decoded", "encoded", "main", "reply_of", "vector_of"]
+__all__ = ["ADAPTERS", "main", "reply_of", "vector_of"]
 
 BLOCK_SIZE = 16
 
 ADAPTERS = ("tuned", "late")
 """The second one comes and goes."""
-_LOADED_S, _AWAY_S = 2.0, 4.0
+_LOADED_S, _AWAY_S = 2.0, 5.0
 _CACHED_BLOCKS = 24
-_MODEL = Path(__file__).resolve().parents[2] / "examples/model"
 Generate = Callable[..., AsyncIterator[Any]]
 
 
@@ -60,24 +61,6 @@ def reply_of(tokens: Sequence[int], adapter: str = "") -> str:
 def vector_of(tokens: Sequence[int]) -> list[float]:
     """Return the embedding of an input; its numbers are exact in 32 bits."""
     return [float(len(tokens)), float(tokens[0]), tokens[-1] / 2]
-
-
-@functools.cache
-def _tokenizer() -> Any:
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
-
-
-@functools.cache
-def encoded(text: str) -> tuple[int, ...]:
-    """Return the token ids of ``text``."""
-    return tuple(_tokenizer().encode(text, add_special_tokens=False).ids)
-
-
-def decoded(tokens: Sequence[int]) -> str:
-    """Return the text of token ids."""
-    return str(_tokenizer().decode(list(tokens)))
 
 
 class Cache:
@@ -280,7 +263,7 @@ async def _serve(
     endpoint = runtime.namespace("box").component(name).endpoint("generate")
     config = ModelRuntimeConfig()
     config.kv_event_publishing_enabled = False
-    await register_model(given, kind, endpoint, str(_MODEL), name, runtime_config=config)
+    await register_model(given, kind, endpoint, str(MODEL), name, runtime_config=config)
     await endpoint.serve_endpoint(generate)
 
 
@@ -304,9 +287,9 @@ async def _serve_counted(runtime: DistributedRuntime) -> None:
             publishes_events=True, endpoint=endpoint, ranks=[SimpleNamespace(pool=cache, load=0)]
         )
     )
-    await register(str(_MODEL), "counted", runtime_config=config)
+    await register(str(MODEL), "counted", runtime_config=config)
     await update_model_taints(endpoint, {"pool=api"})
-    adapter = functools.partial(register, str(_MODEL), base_model_path=str(_MODEL))
+    adapter = functools.partial(register, str(MODEL), base_model_path=str(MODEL))
     await adapter(lora_name=ADAPTERS[0])
     runtime.tasks.spawn(_come_and_go(endpoint, adapter), name="adapter")
     await endpoint.serve_endpoint(engine.generate)
@@ -334,22 +317,26 @@ async def _serve_asking(runtime: DistributedRuntime) -> None:
 
 
 @dynamo_worker()
-async def _main(runtime: DistributedRuntime) -> None:
+async def _main(runtime: DistributedRuntime, written: Sequence[str]) -> None:
     text = ModelType.Chat | ModelType.Completions | ModelType.Embedding
     async with asyncio.TaskGroup() as group:
         for work in (
             _serve_counted(runtime),
             _serve(runtime, "spoken", _spoken, ModelInput.Text, text),
             _serve(runtime, "vectors", _vectors, ModelInput.Tokens, ModelType.Embedding),
-            UnaryChatModel(str(_MODEL), "box", "whole").serve(runtime, _whole),
+            UnaryChatModel(str(MODEL), "box", "whole").serve(runtime, _whole),
             _serve_asking(runtime),
+            *(serve_written(runtime, name) for name in written),
         ):
             group.create_task(work)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM."""
-    uvloop.run(_main())
+    """Serve until SIGTERM; ``--written`` has names of :mod:`written_models`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--written", default="")
+    names = parser.parse_args(argv).written
+    uvloop.run(_main(names.split(",") if names else ()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import keys
 import msgspec
 import planes
 import programs
+from api_tokens import EYES
 from attempts import Attempts
 from call import Call
 from caller import Caller
@@ -149,6 +150,8 @@ class Box:
         if "{keys}" in scenario.graph:
             self._write_keys("alice", "bob")
         self._graph = directory / "graph.yaml"
+        if "eyes" in scenario.graph:
+            _write_eyes()
         self._write_graph(scenario.graph)
 
     def _write_graph(self, text: str) -> None:
@@ -337,10 +340,17 @@ class Box:
             self.open[plan.id] = connection
         record = await connection.perform(plan, REQUEST_TIMEOUT_S)
         self.open.pop(plan.id, None)
+        if call is not None and call.api == "watch" and self._stops(self.ports[plan.id]):
+            record.ending = "cancelled"  # a drain ends the streams that nothing else ends
         self.requests.append(record)
         for problem in connection.check():
             self.machine.failures.append(f"{plan.id}: {problem}")
         self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")
+
+    def _stops(self, port: int) -> bool:
+        """Whether the latest frontend of a port got a stop signal."""
+        lives = [one for one in self.frontend_lives if self.life_ports[id(one)] == port]
+        return bool(lives) and lives[-1].pid in self.machine.stop_signals_s
 
     async def _follow(self, connection: Caller, plan: Plan, call: Call, step: Step) -> None:
         """Send what follows on an answer, as long as the same frontend answers."""
@@ -751,6 +761,19 @@ class Box:
     def remove(self) -> None:
         """Remove the state directory."""
         shutil.rmtree(self.state, ignore_errors=True)
+
+
+def _write_eyes() -> None:
+    """Write the files of the model that takes images, once for all runs."""
+    from image_kit import write_eyes
+
+    if not EYES.exists():
+        own = EYES.with_name(f"eyes.{os.getpid()}")
+        write_eyes(own)
+        try:
+            own.rename(EYES)
+        except OSError:  # another run was first
+            shutil.rmtree(own)
 
 
 def _plan(step: Step, api: str, body: dict[str, Any], expected: Answer) -> Plan:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from api_calls import ABSENT, certain_of_api, lost_api
+from api_calls import ABSENT, FORGOTTEN, certain_of_api, lost_api
 from attempts import MIGRATIONS
 from call import FRONTEND, WORKER
 from caller import ADAPTER_ABSENT
@@ -277,8 +277,9 @@ class Judge:
         error = _error(request)
         if request.ending == "cancelled":
             return ""
-        if certain == ABSENT:
-            away = error == ADAPTER_ABSENT or _NO_WORKER[0] in error
+        if certain in (ABSENT, FORGOTTEN):
+            is_new = certain == ABSENT
+            away = error == ADAPTER_ABSENT or (is_new and _NO_WORKER[0] in error)
             return "" if away else "its adapter was not loaded"
         if error == ADAPTER_ABSENT:
             return "its adapter was loaded" if certain == "complete" else ""
@@ -289,7 +290,8 @@ class Judge:
         if certain == REJECTED or request.status in (401, 403):
             return self._key_refusal(request)
         if not error and request.status == 200:
-            served = request.ending == "complete" and certain == "refused"
+            generated = request.api != "refusal"  # a bad request may be seen without a worker
+            served = request.ending == "complete" and certain == "refused" and generated
             return "complete without a live worker" if served else ""
         if certain == "complete":
             return "had to be complete"

@@ -21,8 +21,8 @@ __all__ = ["SILENT_S", "Steady", "connections_to", "silent_too_long", "slow_drai
 
 SILENT_S = 2.65
 """A worker that is stopped is noticed after 2 to 2.5 s, and bytes may travel for some time."""
-_REMOVED_MODEL = "extra"
-"""The histograms of a model leave with its service."""
+_REMOVED_MODELS = ("extra", "late")
+"""The histograms of a model leave with its service, those of an adapter when it is unloaded."""
 _OF_A_KEY = "dynamo_frontend_api_key_requests_total"
 """It goes with its key."""
 _ENDS_S = 0.25
@@ -81,7 +81,7 @@ class Steady:
             for name, samples in page_of(process).items()
             if name.endswith(("_total", "_count", "_sum")) and name != _OF_A_KEY
             for labels, value in samples
-            if labels.get("model") != _REMOVED_MODEL
+            if labels.get("model") not in _REMOVED_MODELS
         }
         for (pid, name, labels), before in self._figures.items():
             if pid == process.pid and page.get((name, labels), 0.0) < before:
