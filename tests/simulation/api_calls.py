@@ -184,7 +184,8 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
         calls += dice.choices(more, k=len(calls))
     steps = list(scenario.steps)
     until_s = max(scenario.seconds, 2.0)
-    for number in range(len(steps), len(steps) + dice.choice(_COUNTS)):
+    first = max((one.number for one in steps), default=-1) + 1
+    for number in range(first, first + dice.choice(_COUNTS)):
         call = dice.choice(calls)
         details: dict[str, Any] = {"call": call.name}
         details["stream"] = call.generates and dice.random() < 0.6
@@ -198,7 +199,7 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
         steps.append(step(number, at_s, "request", API, 0, details))
     if fault:
         at_s, seconds = round(1 + dice.random() * until_s, 4), dice.choice((0.5, 1.5, 4.0))
-        steps.append(step(len(steps), at_s, "fault", fault, 0, {"seconds": seconds}))
+        steps.append(step(first + len(steps), at_s, "fault", fault, 0, {"seconds": seconds}))
     service = _SERVICE + (f"  written: {','.join(written)}\n" if written else "")
     ordered = tuple(sorted(steps, key=lambda one: one.at_s))
     if scenario.is_cut:

@@ -28,6 +28,7 @@ from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
+from pins import Pin, pinned
 from presence import Presence, Span, model_of
 from recording_client import Plan
 from records import Order, check_after_power_loss
@@ -132,6 +133,10 @@ class Box:
         """What a request needs, unless it is a worker. See :mod:`calls`."""
         self.slow_s: dict[str, float] = {}
         """How long a slow reader pauses."""
+        self.pins: dict[str, Pin] = {}
+        """The worker that a request names."""
+        self.served_by: dict[str, dict[str, int]] = {}
+        """The workers that the answer of a request names."""
         self.adapters: dict[str, str] = {}
         """The adapter that a request names, if it comes and goes."""
         self.open: dict[str, Caller] = {}
@@ -276,6 +281,8 @@ class Box:
             self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
         headers += self._id_header(step)
         session = _add_fields(body, entry, fields)
+        if "pin" in details:
+            headers += pinned(self, step, f"request {step.number}", body)
         plan = _plan(step, entry.api, body, entry.answer)
         self._send(plan._replace(session=session, headers=headers), step, None)
 
@@ -343,6 +350,8 @@ class Box:
         if call is not None and call.api == "watch" and self._stops(self.ports[plan.id]):
             record.ending = "cancelled"  # a drain ends the streams that nothing else ends
         self.requests.append(record)
+        if plan.id in self.pins:
+            self.served_by[plan.id] = connection.workers
         for problem in connection.check():
             self.machine.failures.append(f"{plan.id}: {problem}")
         self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")

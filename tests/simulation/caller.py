@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from call import FRONTEND, Call
 from history import Event, Request
+from pins import UNKNOWN_WORKER
 from recording_client import Plan, RecordingClient
 
 from dynamo.http.client import Target, request_head
@@ -45,6 +46,8 @@ class Caller(RecordingClient):
         self.slow_s = 0.0
         self.answer_id = ""
         self.problems: list[str] = []
+        self.workers: dict[str, int] = {}
+        """Those that the answer names."""
         self._messages: dict[int, Message] = defaultdict(Message)
         self._reader: Any = None
         self._pauses = 0
@@ -55,7 +58,7 @@ class Caller(RecordingClient):
         """Make ``call`` the next request; None for one that needs no reader of its own."""
         self.call, self.model, self.slow_s = call, model, slow_s
         self.problems, self._messages, self._pauses = [], defaultdict(Message), 0
-        self.headers = {}
+        self.headers, self.workers = {}, {}
         readers = {"responses": ResponseReader, "messages": MessageReader}
         self._reader = None
         if call is not None and call.api in readers:
@@ -136,6 +139,8 @@ class Caller(RecordingClient):
 
     def _read_event(self, event: bytes, now_s: float) -> None:
         if self._reader is None or event == b"[DONE]":
+            if b'"worker_id"' in event:
+                self.workers |= orjson.loads(event)["nvext"]["worker_id"]
             super()._read_event(event, now_s)
             return
         self._reader.event(orjson.loads(event))
@@ -178,6 +183,10 @@ class Caller(RecordingClient):
             self.record.status = 503
             self.add("error", ADAPTER_ABSENT)
         elif call is None or (call.generates and self._reader is None):
+            if self.status == 400 and UNKNOWN_WORKER.encode() in data:
+                self.record.status = 503  # the judge decides whether it is true
+            elif b'"worker_id"' in data and self.status == 200:
+                self.workers |= orjson.loads(data)["nvext"]["worker_id"]
             super()._read_body(data)
         elif not call.generates:
             self._read_plain(call, data.decode(errors="replace"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from api_calls import api_calls
 from call import FRONTEND, GENERATIONS, PAD_BYTES, Call
+from pins import pin_calls
 from reads import protocol, reads, refusals, watches
 
 if TYPE_CHECKING:
@@ -369,6 +370,7 @@ def all_calls() -> dict[str, Call]:
         for name in FORMATS:
             _add(_case_calls(name))
         _add(api_calls())
+        _add(pin_calls())
     return _KNOWN
 
 

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from api_calls import ABSENT, FORGOTTEN, certain_of_api, lost_api
 from attempts import MIGRATIONS
 from call import FRONTEND, WORKER
-from caller import ADAPTER_ABSENT
 from excuses import Cause
 from history import Fault, Life, Request
 from keys import LATE, NOT_GRANTED, demanded
+from kinds import certain_of_kind, refusal_of_kind
 from load_seen import Load, is_busy
 from machine import START_S
 from presence import API, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
@@ -50,8 +49,6 @@ _NO_WORKER = (
 _BY_COMMAND = "was stopped by a command"
 _NOT_GRANTED = "is not granted to the API key"
 _SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
-_WORKER_LOST = "The worker of this model"
-"""A worker of texts cannot be replaced in the middle of an answer."""
 _TIMEOUT = "got no worker within"
 _SHUTDOWN = "Service is shutting down"
 _UNSERVED = "shutting down before model"
@@ -162,11 +159,12 @@ class Judge:
         return f"{EITHER}: no worker for a while"
 
     def _by_key_or_relay(self, request: Request) -> str:
-        """Return what had to happen because of its key, or because it is relayed."""
+        """Return what had to happen because of its key, its kind, or because it is relayed."""
         if self._model(request) == RELAYED:
             return f"{EITHER}: relayed" if is_disturbed(self._box, request) else "complete"
-        if self._model(request) == API:
-            return certain_of_api(self._box, request)
+        kind = certain_of_kind(self._box, request)
+        if kind:
+            return kind
         demanded = self._demanded(request)
         return "" if not demanded else REJECTED if demanded > 0 else f"{EITHER}: key"
 
@@ -277,14 +275,9 @@ class Judge:
         error = _error(request)
         if request.ending == "cancelled":
             return ""
-        if certain in (ABSENT, FORGOTTEN):
-            is_new = certain == ABSENT
-            away = error == ADAPTER_ABSENT or (is_new and _NO_WORKER[0] in error)
-            return "" if away else "its adapter was not loaded"
-        if error == ADAPTER_ABSENT:
-            return "its adapter was loaded" if certain == "complete" else ""
-        if _WORKER_LOST in error:
-            return "" if lost_api(self._box, request) else "its worker lived"
+        found = refusal_of_kind(self._box, request, error, certain)
+        if found is not None:
+            return found
         if certain == f"{EITHER}: relayed":
             return self._relay_refusal(request, error)
         if certain == REJECTED or request.status in (401, 403):

@@ -15,6 +15,7 @@ import surface
 from api_calls import with_api
 from calls import draw_calls, with_format
 from keys import keyed
+from pins import with_pins
 from relay import attached
 from shell import with_shells
 from situations import situated
@@ -342,7 +343,7 @@ def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     profile = PROFILES[old.profile]
     happening = Happenings(random.Random(f"situation faults {old.seed}"), profile)
     old = with_api(situated(old, profile, _request, happening.fault), Step)
-    return with_shells(old, profile, _shell)
+    return with_shells(with_pins(old, ask, Step), profile, _shell)
 
 
 def _shell(number: int, at_s: float, words: tuple[str, ...]) -> Step:
