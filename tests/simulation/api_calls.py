@@ -94,8 +94,10 @@ def _counted_calls() -> Iterator[Call]:
     for words in (4, 30, 90):
         yield completion("counted", f"{words} words", _words(words, "counted"))
         yield completion("asking", f"{words} words", _words(words, "counted"))
+        yield completion("engine", f"{words} words", _words(words, "engine"))
     yield completion("counted", "ids", _IDS)
     yield completion("counted", "one id", _IDS[:1])
+    yield completion("engine", "one id", _IDS[:1])
     yield completion("counted", "cut", _words(9, "cut"), most=3)
     yield chat("counted", _words(12, "chat"))
     yield chat("whole", _words(5, "whole"))
@@ -185,7 +187,8 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
     steps = list(scenario.steps)
     until_s = max(scenario.seconds, 2.0)
     first = max((one.number for one in steps), default=-1) + 1
-    for number in range(first, first + dice.choice(_COUNTS)):
+    count = dice.choice(_COUNTS)
+    for number in range(first, first + count):
         call = dice.choice(calls)
         details: dict[str, Any] = {"call": call.name}
         details["stream"] = call.generates and dice.random() < 0.6
@@ -199,7 +202,7 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
         steps.append(step(number, at_s, "request", API, 0, details))
     if fault:
         at_s, seconds = round(1 + dice.random() * until_s, 4), dice.choice((0.5, 1.5, 4.0))
-        steps.append(step(first + len(steps), at_s, "fault", fault, 0, {"seconds": seconds}))
+        steps.append(step(first + count, at_s, "fault", fault, 0, {"seconds": seconds}))
     service = _SERVICE + (f"  written: {','.join(written)}\n" if written else "")
     ordered = tuple(sorted(steps, key=lambda one: one.at_s))
     if scenario.is_cut:

@@ -10,20 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import struct
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import fake_os
+import msgspec
 import uvloop
 from api_calls import SPOKEN_TOKENS
 from api_tokens import MODEL, encoded
+from engine_sockets import EnginePublisher
 from written_models import serve_written
 
 from dynamo.llm import (
     FpmDirectPublisher,
+    FpmEventSubscriber,
     HttpError,
     KvEventPublisher,
     KvRouter,
@@ -49,6 +54,8 @@ ADAPTERS = ("tuned", "late")
 """The second one comes and goes."""
 _LOADED_S, _AWAY_S = 2.0, 5.0
 _CACHED_BLOCKS = 24
+_BEAT_S = 3.0
+_ENGINE_ENDPOINT = "tcp://127.0.0.1:5557"
 Generate = Callable[..., AsyncIterator[Any]]
 
 
@@ -89,31 +96,65 @@ class Cache:
             block = hash((parent, local)) & 0x7FFF_FFFF_FFFF_FFFF
             part = list(tokens[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE])
             if block not in self._parents:
-                self._publisher.publish_batch(
-                    [
-                        {
-                            "type": "stored",
-                            "token_ids": part,
-                            "num_block_tokens": [BLOCK_SIZE],
-                            "block_hashes": [block],
-                            "parent_hash": parent,
-                            "lora_name": adapter,
-                        }
-                    ]
-                )
+                self._stored(block, parent, part, adapter)
                 self._parents[block] = parent
             parent = block
         while len(self._parents) > _CACHED_BLOCKS:
             parents = set(self._parents.values())
             leaf = next(one for one in self._parents if one not in parents)
             del self._parents[leaf]
-            self._publisher.publish_removed([leaf])
+            self._removed(leaf)
         self._load.publish(0, 0, len(self._parents))
 
     def clear(self) -> None:
         """Remove all blocks."""
         self._parents.clear()
+        self._cleared()
+        self._load.publish(0, 0, 0)
+
+    def _stored(
+        self, block: int, parent: int | None, tokens: list[int], adapter: str | None
+    ) -> None:
+        event = {
+            "type": "stored",
+            "token_ids": tokens,
+            "num_block_tokens": [BLOCK_SIZE],
+            "block_hashes": [block],
+            "parent_hash": parent,
+            "lora_name": adapter,
+        }
+        self._publisher.publish_batch([event])
+
+    def _removed(self, block: int) -> None:
+        self._publisher.publish_removed([block])
+
+    def _cleared(self) -> None:
         self._publisher.publish_all_cleared()
+
+
+class EngineCache(Cache):
+    """A cache whose engine publishes by itself, as vLLM does: its worker relays the events."""
+
+    def __init__(self, publisher: KvEventPublisher, load: WorkerMetricsPublisher) -> None:
+        super().__init__(publisher, load)
+        self._socket = EnginePublisher(_ENGINE_ENDPOINT)
+        self._number = 0
+
+    def _stored(
+        self, block: int, parent: int | None, tokens: list[int], adapter: str | None
+    ) -> None:
+        self._send("BlockStored", [block], parent, tokens, BLOCK_SIZE, None, "GPU")
+
+    def _removed(self, block: int) -> None:
+        self._send("BlockRemoved", [block], "GPU")
+
+    def _cleared(self) -> None:
+        self._send("AllBlocksCleared")
+
+    def _send(self, *event: Any) -> None:
+        payload = msgspec.msgpack.encode((time.time(), [event], None))
+        self._socket.send([b"", struct.pack(">Q", self._number), payload])
+        self._number += 1
 
 
 class CountingEngine:
@@ -126,11 +167,19 @@ class CountingEngine:
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
         prompt, routing = request["token_ids"], request.get("routing") or {}
         adapter = routing.get("lora_name")
+        if len(prompt) == 1:
+            self._cache.clear()
         self._cache.add(prompt, adapter)
         self._report(len(prompt))
+        child = context.detached("a child")
+        context.link_child(child)
+        if context.id() == child.id() or context.is_stopped() != child.is_stopped():
+            _wrong(f"the context {context.id()} and its child differ")
         tokens = encoded(reply_of(prompt, adapter or ""))
         most = request["stop_conditions"].get("max_tokens") or len(tokens)
         for token in tokens[:most]:
+            if context.is_stopped() != child.is_stopped():
+                _wrong("a child goes on when its request is stopped")
             if context.is_stopped():
                 return
             yield {"token_ids": [token]}
@@ -209,7 +258,9 @@ async def _whole(request: dict[str, Any], *, context: Context) -> dict[str, Any]
 class Asking:
     """A model that asks the one that counts, by each way of a client in turn."""
 
-    def __init__(self, client: Any, router: KvRouter) -> None:
+    def __init__(self, client: Any, router: KvRouter, passes: FpmEventSubscriber) -> None:
+        self._passes = passes
+        self._begun_s = time.monotonic()
         self._client = client
         self._router = router
         self._unary = LLMUnaryClient(client)
@@ -241,6 +292,11 @@ class Asking:
         await router.mark_prefill_complete(context.id())
         await router.free(context.id())
         scores = await router.get_overlap_scores(tokens)
+        reported = (str(worker), 0) in self._passes.get_recent_stats()
+        if not reported and time.monotonic() - self._begun_s > _BEAT_S:
+            _wrong(f"no forward pass of {worker:x} arrived")
+        if str(worker) not in self._passes.get_model_cards():
+            _wrong(f"no card of {worker:x} is known")
         known = worker in self._client.instance_ids() and len(loads) == 1 and bool(scores)
         if not known or rank or blocks > len(tokens) // BLOCK_SIZE:
             _wrong(f"a router chose {worker:x}, rank {rank}, {blocks} blocks; loads {loads}")
@@ -267,8 +323,8 @@ async def _serve(
     await endpoint.serve_endpoint(generate)
 
 
-async def _serve_counted(runtime: DistributedRuntime) -> None:
-    endpoint = runtime.endpoint("box.counted.generate")
+async def _serve_counted(runtime: DistributedRuntime, name: str = "counted") -> None:
+    endpoint = runtime.endpoint(f"box.{name}.generate")
     config = ModelRuntimeConfig()
     config.total_kv_blocks = _CACHED_BLOCKS
     kinds = ModelType.Chat | ModelType.Completions
@@ -277,7 +333,11 @@ async def _serve_counted(runtime: DistributedRuntime) -> None:
     )
     load = WorkerMetricsPublisher()
     await load.create_endpoint(endpoint)
-    cache = Cache(KvEventPublisher(endpoint, kv_block_size=BLOCK_SIZE), load)
+    is_engine = name == "engine"
+    publisher = KvEventPublisher(
+        endpoint, kv_block_size=BLOCK_SIZE, zmq_endpoint=_ENGINE_ENDPOINT if is_engine else None
+    )
+    cache = (EngineCache if is_engine else Cache)(publisher, load)
     passes = FpmDirectPublisher(endpoint, str(endpoint.connection_id()))
     engine = CountingEngine(cache, passes)
     process = fake_os.machine().current
@@ -287,7 +347,10 @@ async def _serve_counted(runtime: DistributedRuntime) -> None:
             publishes_events=True, endpoint=endpoint, ranks=[SimpleNamespace(pool=cache, load=0)]
         )
     )
-    await register(str(MODEL), "counted", runtime_config=config)
+    await register(str(MODEL), name, runtime_config=config)
+    if is_engine:
+        await endpoint.serve_endpoint(engine.generate)
+        return
     await update_model_taints(endpoint, {"pool=api"})
     adapter = functools.partial(register, str(MODEL), base_model_path=str(MODEL))
     await adapter(lora_name=ADAPTERS[0])
@@ -312,7 +375,9 @@ async def _serve_asking(runtime: DistributedRuntime) -> None:
     counted = runtime.endpoint("box.counted.generate")
     client = await counted.client()
     await client.wait_for_instances()
-    asking = Asking(client, KvRouter(counted, BLOCK_SIZE))
+    passes = FpmEventSubscriber(counted)
+    passes.start_tracking()
+    asking = Asking(client, KvRouter(counted, BLOCK_SIZE), passes)
     await _serve(runtime, "asking", asking.generate, ModelInput.Tokens, ModelType.Completions)
 
 
@@ -322,6 +387,7 @@ async def _main(runtime: DistributedRuntime, written: Sequence[str]) -> None:
     async with asyncio.TaskGroup() as group:
         for work in (
             _serve_counted(runtime),
+            _serve_counted(runtime, "engine"),
             _serve(runtime, "spoken", _spoken, ModelInput.Text, text),
             _serve(runtime, "vectors", _vectors, ModelInput.Tokens, ModelType.Embedding),
             UnaryChatModel(str(MODEL), "box", "whole").serve(runtime, _whole),

@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,8 @@ class Box:
                 body["stream_options"] = {"include_usage": True}
         if not call.counts:
             body["n"] = 0  # answers of a model
+        if "{worker}" in call.headers:
+            call = replace(call, headers=self._named(call.headers))
         plan = _plan(step, call.api, body, call.expected)._replace(headers=self._id_header(step))
         if "slow" in details:
             self.slow_s[plan.id] = details["slow"]
@@ -306,6 +309,12 @@ class Box:
         """Return the header with an id of its client, which half of the requests have."""
         named = self.scenario.has_shells and step.number % 2 == 0
         return f"x-request-id: request-{step.number}\r\n" if named else ""
+
+    def _named(self, headers: str) -> str:
+        """Return headers with the instance id of the API worker."""
+        live = self.presence.live("Api")
+        found = [lease for lease, one in self.presence.owners.items() if one in live]
+        return headers.replace("{worker}", str(int(found[0], 16) if found else 1))
 
     def _send(self, plan: Plan, step: Step, call: Call | None) -> None:
         port = 8000 + step.details.get("frontend", 0)

@@ -52,8 +52,6 @@ def pin_calls() -> Iterator[Call]:
     yield chat("unknown decoder", {"decode_worker_id": 12345}, 400, UNKNOWN_WORKER)
     taints = {"routing_constraints": {"required_taints": ["zone=none"]}}
     yield chat("taints", taints, 400, "zone=none")
-    yield chat("bad override", {"router_config_override": {"overlap_score_weight": "a"}}, 400,
-               "overlap_score_weight")  # fmt: skip
 
 
 def with_pins(scenario: Scenario, ask: Callable[..., Step], step: type[Step]) -> Scenario:

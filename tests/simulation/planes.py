@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import fake_os
 import zmq
+from engine_sockets import EngineSubscriber
 from network import Network
 
 if TYPE_CHECKING:
@@ -231,9 +232,9 @@ def _forget(routers: dict[str, SimulatedSocket], endpoint: str) -> None:
 class SimulatedContext:
     """A ZeroMQ context; sockets find each other by the name of the endpoint."""
 
-    def socket(self, kind: int) -> SimulatedSocket:
+    def socket(self, kind: int) -> Any:
         """Return a socket of this process."""
-        return SimulatedSocket(kind)
+        return EngineSubscriber() if kind == zmq.SUB else SimulatedSocket(kind)
 
     @classmethod
     def instance(cls) -> SimulatedContext:

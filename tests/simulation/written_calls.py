@@ -27,7 +27,7 @@ _FORMATS = (
     *("qwen3_coder+step3", "kimi_k2+kimi_k25", "glm45+nemotron_nano", "jamba+basic"),
 )
 """Parsers of calls, and of reasoning; with one of these all answers begin with reasoning."""
-MODELS = ("strict", "rich", "eyes", *(FORMAT + name for name in _FORMATS))
+MODELS = ("strict", "rich", "eyes", "direct", *(FORMAT + name for name in _FORMATS))
 _MOST_TOKENS = 600
 
 
@@ -77,7 +77,8 @@ def written_calls(model: str) -> Iterator[Call]:
     if model.startswith(FORMAT):
         yield from _format_calls(model)
     else:
-        yield from {"strict": _strict_calls, "rich": _rich_calls, "eyes": _image_calls}[model]()
+        yield from {"strict": _strict_calls, "rich": _rich_calls, "eyes": _image_calls,
+                    "direct": _direct_calls}[model]()  # fmt: skip
 
 
 def _format_calls(model: str) -> Iterator[Call]:
@@ -172,6 +173,17 @@ def _rich_calls() -> Iterator[Call]:
     yield replace(_chat("rich", "logprobs", _rich_of([_user("a")]), [_user("a")]),
                   body={"model": "rich", "messages": [_user("a")], "logprobs": True,
                         "top_logprobs": 1, "max_tokens": _MOST_TOKENS})  # fmt: skip
+
+
+def _direct_calls() -> Iterator[Call]:
+    """A model whose requests must name their worker."""
+    said = "Say these words to the worker"
+    tokens = len(encoded(said))
+    body = {"model": "direct", "prompt": said, "max_tokens": _MOST_TOKENS}
+    answer = Answer(said, "stop", tokens, tokens)
+    named = "x-worker-instance-id: {worker}\r\n"
+    yield Call("direct named", "completions", _COMPLETIONS, body, headers=named, answer=answer)
+    yield Call("direct to any", "refusal", _COMPLETIONS, body, status=400, says="worker")
 
 
 # -- images

@@ -7,13 +7,22 @@ calls, which the frontend reads; one takes images. :mod:`written_calls` has the 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from api_tokens import EYES, FORMAT, MODEL, decoded, encoded
 
-from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, register_model
+from dynamo.llm import (
+    KvRouterConfig,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    RouterConfig,
+    RouterMode,
+    register_model,
+)
 from dynamo.runtime import Context, DistributedRuntime
 
 __all__ = ["TEMPLATES", "WritingEngine", "case_text", "serve_written"]
@@ -95,6 +104,20 @@ def case_text(name: str) -> Write:
     return write
 
 
+def _routers() -> list[RouterConfig]:
+    """Return routers, of which each serves as well as the frontend's own."""
+    kv = KvRouterConfig(router_temperature=0.4, router_queue_threshold=8.0)
+    return [
+        RouterConfig(RouterMode.LeastLoaded),
+        RouterConfig(RouterMode.PowerOfTwoChoices),
+        RouterConfig(RouterMode.KV, kv, session_affinity_ttl_secs=5.0),
+        RouterConfig(RouterMode.KV, kv.copy().with_overrides(2.0)),
+        RouterConfig(
+            RouterMode.KV, KvRouterConfig.from_json('{"router_track_output_blocks": true}')
+        ),
+    ]
+
+
 async def serve_written(runtime: DistributedRuntime, name: str) -> None:
     """Register one of the models, and serve it."""
     endpoint = runtime.namespace("box").component(name.replace("+", "_")).endpoint("generate")
@@ -109,15 +132,18 @@ async def serve_written(runtime: DistributedRuntime, name: str) -> None:
     elif name == "eyes":
         write, path = _seen, str(EYES)
         config.set_engine_specific("max_images", "2")
-    else:
+    elif name != "direct":
         template = str(TEMPLATES / f"{name}.jinja")
     kinds = ModelType.Chat | ModelType.Completions
+    routers = _routers()
+    router = routers[zlib.crc32(name.encode()) % len(routers)]
     await register_model(
         ModelInput.Tokens,
         kinds,
         endpoint,
         path,
         name,
+        router_config=RouterConfig(RouterMode.Direct) if name == "direct" else router,
         runtime_config=config,
         custom_template_path=template,
     )
