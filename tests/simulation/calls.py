@@ -19,6 +19,7 @@ from api_calls import api_calls
 from call import FRONTEND, GENERATIONS, PAD_BYTES, Call
 from pins import pin_calls
 from reads import protocol, reads, refusals, watches
+from wire_calls import wire_calls
 
 if TYPE_CHECKING:
     from answer_cases import Case
@@ -371,6 +372,7 @@ def all_calls() -> dict[str, Call]:
             _add(_case_calls(name))
         _add(api_calls())
         _add(pin_calls())
+        _add(wire_calls())
     return _KNOWN
 
 

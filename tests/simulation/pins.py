@@ -1,4 +1,4 @@
-"""Requests that name their worker, or ask which one they would get, in boxes of mock workers."""
+"""Requests that name their worker, and those of web pages, in boxes of mock workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from call import WORKER, Call
 from presence import Span, decoders, service_of
+from wire_calls import ORIGIN, wire_calls
 
 if TYPE_CHECKING:
     from box import Box
@@ -63,12 +64,12 @@ def with_pins(scenario: Scenario, ask: Callable[..., Step], step: type[Step]) ->
     others = scenario.limits or "{keys}" in scenario.graph or "dynamo.attach" in scenario.graph
     if dice.random() >= _SHARE or others or scenario.is_calm or not scenario.seed:
         return scenario
-    steps, calls = list(scenario.steps), list(pin_calls())
+    steps, calls = list(scenario.steps), [*pin_calls(), *wire_calls()]
     until_s = scenario.seconds if scenario.is_cut else max(scenario.seconds, 2.0)
     first = max((one.number for one in steps), default=-1) + 1
     for number in range(first, first + dice.choice(_COUNTS)):
         made = ask(dice, at_s=round(dice.random() * until_s, 4))
-        if dice.random() < 0.3:
+        if dice.random() < 0.4:
             details = {"call": dice.choice(calls).name, "stream": False}
             if "frontend" in made.details:
                 details["frontend"] = made.details["frontend"]
@@ -79,7 +80,9 @@ def with_pins(scenario: Scenario, ask: Callable[..., Step], step: type[Step]) ->
                 more = {"fields": {"nvext": {"router_config_override": dice.choice(_OVERRIDES)}}}
             made = replace(made, details={**made.details, **more})
         steps.append(replace(made, number=number))
-    return replace(scenario, steps=tuple(sorted(steps, key=lambda one: one.at_s)))
+    run = "  run: dynamo.frontend\n"
+    graph = scenario.graph.replace(run, f"{run}  cors-origins: {ORIGIN}\n")
+    return replace(scenario, graph=graph, steps=tuple(sorted(steps, key=lambda one: one.at_s)))
 
 
 def pinned(box: Box, step: Step, request_id: str, body: dict[str, Any]) -> str:
