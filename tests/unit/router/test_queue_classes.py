@@ -222,6 +222,26 @@ def test_a_full_class_refuses_and_others_do_not() -> None:
     assert (rejected(policy_class="slow"), rejected(policy_class="fast")) == (1, 0)
 
 
+def test_a_class_without_a_limit_keeps_the_queue_open_while_requests_wait_in_all() -> None:
+    rows = [
+        msgspec.structs.replace(
+            row,
+            prefill_busy_threshold=10,
+            request_queue_limit_per_worker=1 if row.name == "fast" else None,
+        )
+        for row in two_classes(slow=10, fast=10).policy_classes
+    ]
+    given = msgspec.structs.replace(two_classes(slow=10, fast=10), policy_classes=rows)
+    world = Classes(given)
+    world.ask("first", 60, policy_class="slow")
+    for at, row in enumerate(rows, 1):
+        assert not world.ask(row.name, 60, first=100 * at, policy_class=row.name)
+    with pytest.raises(RouterQueueLimitExceeded, match='class "fast" queue requests limit'):
+        world.ask("last", 60, first=900, policy_class="fast")
+    world.queue.check()
+    assert not world.ask("more", 60, first=1000, policy_class="slow")
+
+
 def test_a_class_with_a_limit_of_0_refuses_what_would_wait() -> None:
     given = two_classes(slow=10, fast=10)
     rows = [
