@@ -220,6 +220,8 @@ def certain_of_api(box: Box, request: Request) -> str:
 def _is_disturbed(box: Box, request: Request) -> bool:
     """Whether a fault or an operation that may be felt by the worker's clients happened then."""
     since_s = request.started_s - _FELT_S
+    if request.started_s < box.ready_s + _NOTICE_S:
+        return True  # it has several models, which are known one after the other
     for cause in box.causes.found:
         hit = cause.names("box_Api") and (cause.whom or not cause.verb)
         if hit and cause.span.meets(since_s, request.ended_s):

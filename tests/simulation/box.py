@@ -618,6 +618,14 @@ class Box:
     def _kill_worker(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "mocker"), signal.SIGKILL)
 
+    def _kill_busy_worker(self, dice: random.Random, seconds: float) -> None:
+        """Kill a worker that has the most requests: some lose one worker after the other."""
+        loads = {
+            one: sum(rank.load for part in one.parts for rank in getattr(part, "ranks", ()))
+            for one in sorted(self.processes("mocker"), key=lambda one: one.pid)
+        }
+        self._signal(max(loads, key=loads.__getitem__, default=None), signal.SIGKILL)
+
     def _terminate_worker(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "mocker"), signal.SIGTERM)
 
@@ -684,6 +692,11 @@ class Box:
         elif able:
             chosen = dice.choice(sorted(able, key=lambda one: one.pid))
             self._armed = lambda process, name: process is chosen
+
+    def _kill_planner_at_file(self, dice: random.Random, seconds: float) -> None:
+        """Kill the planner in the middle of its next atomic write: what it wrote is left."""
+        self._writes_left = 3  # after both steps of its open(2)
+        self._armed = lambda process, name: process.program == "dynamo.planner" and name[:1] == "."
 
     def _cut_requests(self, dice: random.Random, seconds: float) -> None:
         found = [

@@ -125,6 +125,13 @@ DEFECTS = (
         "The record of a worker is removed: its lease lives on, and no one finds the worker.",
     ),
     Defect(
+        "descriptor-of-an-ended-process",
+        "dynamo.runtime.discovery.leases",
+        "            self._loop.remove_reader(self._fd)\n            os.close(self._fd)\n",
+        "            self._loop.remove_reader(self._fd)\n",
+        "A process ends: those that watched it keep a descriptor for ever.",
+    ),
+    Defect(
         "wake-of-a-killed-operator",
         "dynamo.operations.steps.sleeping",
         'return operation if operation in (SLEEP, WAKE) else ""',

@@ -71,7 +71,7 @@ class Judge:
             model: [
                 gap
                 for gap in box.presence.gaps(decoders(model), end_s)
-                if gap.until_s > box.ready_s
+                if gap.until_s > box.ready_s or model == API  # its models come when it is ready
             ]
             for model in (*box.profile.models, RELAYED, API)
         }

@@ -33,8 +33,10 @@ _KEPT = {
     "ModelCard.instance_id",
     "HeadReader._headers",
     "HeadReader._heads",
+    "Sessions._bindings",
+    "StatusSampler._events",
 }
-"""What is kept on purpose: the last requests and pulls, the card of a model, the heads
+"""What is kept on purpose: the last requests and pulls, the card of a model, sessions, the heads
 of earlier requests."""
 _ROOTS = {
     "DistributedRuntime",

@@ -113,9 +113,9 @@ def refusals() -> Iterator[Call]:
         ("in tokens", completions, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}),
         ("emperature", completions, {"prompt": "Hi", "temperature": 2.01}),
         ("op_p", chat, {"messages": user, "top_p": 1.01}),
-        ("resence_penalty", chat, {"messages": user, "presence_penalty": 2.01}),
-        ("requency_penalty", chat, {"messages": user, "frequency_penalty": -2.01}),
-        ("epetition_penalty", chat, {"messages": user, "repetition_penalty": 2.01}),
+        ("resence penalty", chat, {"messages": user, "presence_penalty": 2.01}),
+        ("requency penalty", chat, {"messages": user, "frequency_penalty": -2.01}),
+        ("epetition penalty", chat, {"messages": user, "repetition_penalty": 2.01}),
     )
     for word, path, body in wrong:
         needs = WORKER if word in _WITH_MODEL else FRONTEND

@@ -48,14 +48,22 @@ class _Table(NamedTuple):
         step: Step = self.fault(round(at_s, 4), what)
         return replace(step, dice=draw or step.dice, details={"seconds": seconds})
 
+    def operation(self, at_s: float, what: str, **details: Any) -> Step:
+        """Return an operation, on the first service and its worker ``worker``."""
+        target = {"service": self.profile.services[0], **details}
+        step: Step = self.fault(round(at_s, 4), "kill operator")
+        return replace(step, kind="operator", what=what, details=target)
+
 
 def _chain(table: _Table, at_s: float) -> Iterator[Step]:
     """One worker after the other dies while the same requests run."""
     dice = table.dice
     yield from table.requests(6, at_s, 0.05, fields={"min_tokens": dice.choice((1, 20, 60))})
-    for _ in range(dice.choice((2, 4, 5))):
-        at_s += dice.choice((0.05, 0.1, 0.2, 0.4))
-        yield table.event(at_s, dice.choice(("kill worker", "kill worker", "terminate worker")))
+    for _ in range(dice.choice((2, 5, 6))):
+        at_s += dice.choice((0.1, 0.1, 0.2))
+        yield table.event(
+            at_s, dice.choice(("kill busy worker", "kill busy worker", "kill worker"))
+        )
 
 
 def _silent_death(table: _Table, at_s: float) -> Iterator[Step]:
@@ -78,10 +86,42 @@ def _leaving(table: _Table, at_s: float) -> Iterator[Step]:
 
 
 def _planning(table: _Table, at_s: float) -> Iterator[Step]:
-    """A planner ends while requests wait for the workers that it starts."""
+    """A planner ends while requests wait for the workers that it starts, or while it writes."""
+    dice = table.dice
     yield from table.requests(4, at_s, 0.5)
-    yield table.event(at_s + table.dice.random(), "kill planner")
+    yield table.event(at_s + dice.random(), dice.choice(("kill planner", "kill planner at file")))
     yield from table.requests(4, at_s + 0.5, 3.0)
+
+
+def _ending(table: _Table, at_s: float) -> Iterator[Step]:
+    """A planner ends a moment before the deployment is stopped."""
+    yield from table.requests(2, at_s, 0.1)
+    yield table.event(at_s + 0.2, "kill planner")
+
+
+def _draining(table: _Table, at_s: float) -> Iterator[Step]:
+    """A worker that drains is stopped, and then its operators are killed."""
+    dice = table.dice
+    worker = dice.choice((0, 1))
+    yield from table.requests(6, at_s, 0.05)
+    at_s += 0.1
+    yield table.operation(at_s, "drain", worker=worker)
+    at_s += dice.choice((0.05, 0.1, 0.2))
+    yield table.event(at_s, "kill operator")
+    yield table.operation(at_s + dice.choice((0.0, 0.02, 0.05)), "circus stop", worker=worker)
+
+
+def _waking(table: _Table, at_s: float) -> Iterator[Step]:
+    """A worker sleeps and wakes again, and the operator of one of both is killed in between."""
+    dice = table.dice
+    yield table.operation(at_s, "sleep", worker=0)
+    kill_s = dice.choice((0.05, 0.1, 0.2, 0.4))
+    if dice.random() < 0.25:
+        yield table.event(at_s + kill_s, "kill operator")
+    at_s += 1.5
+    yield table.operation(at_s, "wake", worker=0)
+    yield table.event(at_s + kill_s, "kill operator")
+    yield from table.requests(3, at_s, 2.0)
 
 
 def _sessions(table: _Table, at_s: float) -> Iterator[Step]:
@@ -98,6 +138,9 @@ _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
     "leaving": _leaving,
     "planning": _planning,
     "sessions": _sessions,
+    "ending": _ending,
+    "draining": _draining,
+    "waking": _waking,
 }
 
 
@@ -109,9 +152,11 @@ def situated(
 ) -> Scenario:
     """Add a situation to some scenarios: ``ask`` makes a request, ``fault`` a fault of a time."""
     dice = random.Random(f"situation {scenario.seed}")
-    able = ["chain", "silent death", "leaving", "sessions"]
+    able = ["chain", "silent death", "leaving", "sessions", "draining"]
     if profile.planner:
-        able = ["leaving", "leaving", "planning", "planning", "silent death"]
+        able = ["leaving", "leaving", "planning", "planning", "silent death", "ending"]
+    elif profile.sleeps:
+        able = ["waking", "waking", *able[1:]]
     name = dice.choice(able)
     busy = scenario.is_calm or scenario.is_cut or bool(scenario.limits)
     if dice.random() >= _SHARE or busy or "{keys}" in scenario.graph:
@@ -122,9 +167,14 @@ def situated(
             return scenario
         lines = "router-session-affinity-ttl-secs: 3\n  router-session-affinity-mode: "
         graph = graph.replace(_KV, f"{_KV}  {lines}{dice.choice(_MODES)}\n")
-    made = _SITUATIONS[name](_Table(dice, profile, ask, fault), dice.random() * scenario.seconds)
-    steps = list(scenario.steps)
+    begin_s = dice.random() * scenario.seconds
+    made = list(_SITUATIONS[name](_Table(dice, profile, ask, fault), begin_s))
+    until_s = max(one.at_s for one in made) + dice.choice((0.02, 0.05, 0.1))
+    ends = name == "ending"
+    steps = [one for one in scenario.steps if not ends or one.at_s <= until_s]
     first = max((one.number for one in steps), default=-1) + 1
     steps += [replace(one, number=first + number) for number, one in enumerate(made)]
     ordered = tuple(sorted(steps, key=lambda step: step.at_s))
+    if ends:
+        return replace(scenario, steps=ordered, seconds=until_s, is_cut=True)
     return replace(scenario, graph=graph, steps=ordered)

@@ -93,7 +93,8 @@ def check_sums(box: Box) -> Iterator[str]:
     """Yield the figures of frontends that differ from what their clients know."""
     for process, asked in _frontends(box):
         page = page_of(process)
-        yield from _figures(process, page, asked)
+        lasting = [one for one in asked.whole if not _has_left(box, one)]
+        yield from _figures(process, page, asked._replace(whole=lasting))
         yield from _ends(process, page, asked)
     for process in (*box.processes("frontend"), *box.processes("mocker")):
         page = page_of(process)
@@ -130,6 +131,14 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
             embedded = sum(one.api == "read" for one in asked)
             at_once = sum(_tokens(one) for one in whole if box.models[one.id] == API)
             yield process, _Asked(asked, whole, others, embedded, at_once)
+
+
+def _has_left(box: Box, request: Request) -> bool:
+    """Whether the histograms of its model may have left with the model: of an adapter, or of a
+    worker of the public API that ended.
+    """
+    ended = any(one.program == "api_worker" and not one.alive for one in box.machine.lived)
+    return box.models[request.id] == API and (ended or bool(box.adapters.get(request.id)))
 
 
 def _is_whole(request: Request) -> bool:
