@@ -75,16 +75,17 @@ class Deployment:
 
     def start(self, module: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
         """Start ``python -m module flags`` with its output in a file."""
-        number = len(self.processes)
-        with (self.logs / f"{number}-{module}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
-                env={**self.env, **env},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        log = self.logs / f"{len(self.processes)}-{module}.log"
+        process = self._spawn(module, flags, {**self.env, **env}, log)
         self.processes.append(process)
         return process
+
+    def _spawn(
+        self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, *flags]
+        with log.open("wb") as output:
+            return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
 
     def frontend(self, *flags: str, **env: str) -> subprocess.Popen[bytes]:
         return self.start("dynamo.frontend", "--http-port", str(self.port), *flags, **env)

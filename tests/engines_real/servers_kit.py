@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import psutil
 from deployment import Deployment, free_port
+from forked_kit import ForkedModule
 from prometheus_client.parser import text_string_to_metric_families
 from weights_kit import CONTEXT
 
@@ -21,6 +22,9 @@ from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 ENGINE_START_S = 120.0
 # Ten engines may run at once. A flag: the environment's VLLM_CPU_KVCACHE_SPACE is in whole GiB.
 CACHE_BYTES = 64 << 20
+# As on one GPU: the engine's own process computes. The default for CPUs is one process more, which
+# takes a third of the start; the tests of `dynamo run` and of migration have it.
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_FLAGS = (
     "--dtype",
     "float32",
@@ -31,11 +35,10 @@ ENGINE_FLAGS = (
     str(CONTEXT),
     "--kv-cache-memory-bytes",
     str(CACHE_BYTES),
-    # As on one GPU: the engine's own process computes. The default for CPUs is one process more,
-    # which takes a third of the start; the tests of `dynamo serve` and `dynamo run` have it.
     "--distributed-executor-backend",
-    "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    UNIPROC,
 )
+ENGINES = ("dynamo.vllm", "vllm.entrypoints.openai.api_server")
 ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,20 +46,31 @@ ENGINE_ENV = {
     # One thread an engine: several engines share two cores, and sums always have one order.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    # Each engine would compile a function at its first log probabilities, for 3 s of CPU time.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 class EngineDeployment(Deployment):
     """Processes with real engines. ``close`` fails if any process of theirs is left."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, forked: bool = True) -> None:
+        """Start engines as forks, or as users do: see :class:`ForkedModule`."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory)
         self.env |= ENGINE_ENV
         self.tokenizer: Tokenizer | None = None
         """The tokenizer of the model that vLLM's own server serves here."""
         self.status_port = 0
+        self.forked = forked
         self._started: set[psutil.Process] = set()
+
+    def _spawn(
+        self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        if self.forked and module in ENGINES:
+            return ForkedModule(module, flags, env, log)
+        return super()._spawn(module, flags, env, log)
 
     def worker(self, model: Path, name: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
         """Start our worker with vLLM inside."""

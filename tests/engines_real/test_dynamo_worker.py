@@ -50,7 +50,7 @@ class DynamoDeployment(EngineDeployment):
     """Our frontend, and workers of Dynamo's wheel."""
 
     def __init__(self, directory: Path, tree: Path) -> None:
-        super().__init__(directory)
+        super().__init__(directory, forked=False)  # another program of the same name
         chosen = directory / "workers"
         (chosen / "dynamo").mkdir(parents=True)
         for name in WORKER:

@@ -68,6 +68,7 @@ def refusal(server: EngineDeployment, body: dict[str, Any]) -> str:
     return str(json.loads(answer)["message"])
 
 
+YES_OR_NO = {"choice": ["yes", "no"]}
 ASKED = {
     "one": seen("What is it?", image_part(png(seed=1))),
     "before the text": seen(image_part(png(seed=2)), "What is it?"),
@@ -76,8 +77,11 @@ ASKED = {
     "the same twice": seen(image_part(png(seed=6)), image_part(png(seed=6)), "equal?"),
     "without": seen("What is it?", " Tell me."),
     "log probabilities": seen("Hm", image_part(png(seed=7)), logprobs=True, top_logprobs=2),
-    "a grammar": seen("Hm", image_part(png(seed=9)), structured_outputs={"choice": ["yes", "no"]}),
-    "an adequate limit": seen("Hm", image_part(png(seed=9)), max_tokens=1900),
+    "a grammar": seen("Hm", image_part(png(seed=9)), structured_outputs=YES_OR_NO),
+    # The limit is checked before the engine computes; the grammar ends the answer after one word.
+    "an adequate limit": seen(
+        "Hm", image_part(png(seed=9)), max_tokens=1900, structured_outputs=YES_OR_NO
+    ),
 }
 
 

@@ -19,7 +19,7 @@ FIRST_TOKENS = "dynamo_frontend_time_to_first_token_seconds_count"
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[EngineDeployment]:
-    with closing(EngineDeployment(tmp_path / "deployment")) as deployment:
+    with closing(EngineDeployment(tmp_path / "deployment", forked=False)) as deployment:
         yield deployment
 
 
