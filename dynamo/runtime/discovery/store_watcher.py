@@ -141,6 +141,9 @@ class StoreWatcher:
             for name in names(self._root / "v1" / bucket):
                 self._observe(bucket, name)
                 yield
+        # Without inotify, a file that was added after the first scan of its directory, read here,
+        # and removed before the next scan would be in neither.
+        self._inotify.scan()
         for key in [key for key in self._entries if not key_path(self._root, key).exists()]:
             self._replace(key, None)
 

@@ -119,6 +119,10 @@ class Inotify:
         """Deliver all events that the kernel has queued, and scan the paths without a watch."""
         self._source.drain()
 
+    def scan(self) -> None:
+        """Scan the paths without a watch."""
+        self._source.scan()
+
     def close(self) -> None:
         """End all watches. Idempotent."""
         if not self._closed:
@@ -220,7 +224,7 @@ class _Source:
         """Deliver what has happened until now."""
         while self._read():
             pass
-        self._poll()
+        self.scan()
 
     def _open(self) -> InotifyInstance:
         if self._instance is None:
@@ -281,10 +285,11 @@ class _Source:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._poll()
+        self.scan()
         self._schedule()
 
-    def _poll(self) -> None:
+    def scan(self) -> None:
+        """Deliver the changes of the paths that the kernel does not watch."""
         for watch in tuple(self._polled):
             if watch.ended or watch.state is None:
                 continue

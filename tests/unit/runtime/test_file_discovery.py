@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -731,6 +732,36 @@ async def test_without_inotify_the_store_is_read_again_and_again(
     await log.until(8)
     warnings = [one.getMessage() for one in caplog.records if "cannot watch files" in one.msg]
     assert len(warnings) == 1 and f"sysctl fs.inotify.{name}=" in warnings[0]
+
+
+async def test_a_key_that_is_added_after_the_first_scan_is_removed_with_its_file(
+    store: FileDiscovery, root: Path, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without inotify; the key is removed before the next scan, too."""
+
+    def exhausted(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    scanned: set[Path] = set()
+
+    def look(path: Path) -> Any:
+        state = actual(path)
+        if state is None or path in scanned:
+            return state
+        scanned.add(path)
+        return dataclasses.replace(state, entries={})
+
+    actual = inotify._look
+    monkeypatch.setattr(inotify, "InotifyInstance", exhausted)
+    monkeypatch.setattr(inotify, "_look", look)
+    monkeypatch.setattr(inotify, "_POLL_S", 0.5)
+    await holders.start(7)
+    log = Log()
+    await store.watch("v1/", log).ready()
+    assert [event.kind for event in await log.until(2)] == ["put"] * 2
+    for path in root.glob("v1/*/*"):
+        path.unlink()  # its lease stays
+    assert [event.kind for event in (await log.until(4))[2:]] == ["delete"] * 2
 
 
 async def test_reading_the_store_again_survives_errors(
