@@ -20,6 +20,7 @@ SEEDS: dict[str, int] = {
     "minimum-of-tokens-stays-after-a-migration": 37,
     "queued-tokens-never-subtracted": 129,
     "rank-0-of-the-decision-is-not-sent": 1,
+    "recording-not-in-the-order-of-arrival": 10,
     "removed-series-keeps-its-labels": 13,
     "replacement-that-failed-holds-its-gpus": 27,
     "report-of-a-frontend-that-ended-counts": 70,

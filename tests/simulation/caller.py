@@ -102,7 +102,8 @@ class Caller(RecordingClient):
         if self.call is not None and self.call.message:
             wanted = None  # it was sent as it is
         own = wanted is None and path.startswith("/v1/messages")  # Anthropic's have one always
-        if found != wanted and not own and (generates or self.status >= 400):
+        posts = self.call is None or self.call.method == "POST"
+        if found != wanted and not own and (generates or (posts and self.status >= 400)):
             self.problems.append(f"x-request-id {found!r} of a request with {wanted!r}")
         later = self.headers.get("retry-after")
         if generates and self.status in _RETRIED and later != _RETRY_AFTER_S:

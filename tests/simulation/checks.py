@@ -14,6 +14,7 @@ from leaks import check_leaks
 from leftovers import check_leftovers, check_structures
 from machine import Process
 from network import Network
+from pools import check_least, check_most
 from presence import asleep, gpus_of, share_of
 from steady import slow_drains
 from sums import check_labels, check_sums
@@ -47,6 +48,7 @@ def check_always(box: Box) -> Iterator[str]:
     for gpu, share in used.items():
         if share > 1 + _SHARE_ERROR:
             yield f"GPU {gpu} is used {share:g} times: {', '.join(users[gpu])}"
+    yield from check_most(box)
 
 
 def check_quiet(box: Box) -> Iterator[str]:
@@ -54,6 +56,7 @@ def check_quiet(box: Box) -> Iterator[str]:
     yield from _check_gauges(box)
     yield from check_drained(box, True)
     yield from _check_statefile(box)
+    yield from check_least(box)
     yield from _check_leases(box)
     yield from _check_health(box)
     yield from check_index(box)
@@ -283,7 +286,7 @@ def check_end(box: Box) -> Iterator[str]:
     for path in sorted(box.state.rglob("*")):
         relative = path.relative_to(box.state)
         kept = relative.parts[0] in ("graph.yaml", "keys.txt", "replies.jsonl", ".prefill-speed")
-        kept = kept or relative.parts[1:2] == ("logs",)
+        kept = kept or relative.parts[1:2] == ("logs",) or relative.parts[0][:9] == "recorded-"
         if path.is_dir() or kept:
             continue
         yield f"left after the stop: {relative}"

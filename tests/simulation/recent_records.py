@@ -29,7 +29,7 @@ def request_of(truth: Truth, record: Mapping[str, Any]) -> Request | None:
 def check_record(truth: Truth, record: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is not so of a record."""
     request = request_of(truth, record)
-    if request is None or truth.box.models[request.id] in SEVERAL:
+    if request is None or not request.choices or truth.box.models[request.id] in SEVERAL:
         return
     box, name = truth.box, request.id
     model = box.models[request.id]

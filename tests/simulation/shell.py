@@ -80,6 +80,12 @@ def _route(dice: random.Random, profile: Profile) -> tuple[str, ...]:
     return (*words, *dice.choice((("--json",), ("--explain",), ())))
 
 
+def _recording(dice: random.Random, profile: Profile) -> tuple[str, ...]:
+    name = f"recorded-{dice.getrandbits(32):x}.jsonl"
+    words = ("record", name, "--seconds", dice.choice(("2", "6")), "--url", _url(dice, profile))
+    return (*words, *dice.choice(((), ("--content",))))
+
+
 def _url(dice: random.Random, profile: Profile) -> str:
     return f"http://127.0.0.1:{8000 + dice.randrange(profile.frontends)}"
 
@@ -126,6 +132,7 @@ _VERBS: dict[str, tuple[float, Callable[[random.Random, Profile], tuple[str, ...
     "explain": (3, _asked),
     "fits": (1, _fits),
     "route": (2, _route),
+    "record": (2, _recording),
     "web": (1, _one_of(("web", "--no-open"))),
     "completion": (
         1.5,
@@ -194,7 +201,10 @@ def _run(box: Box, printed: dict[str, list[str]], shown: Shown, ended: Any) -> N
     machine = box.machine
     machine.in_job = True
     try:
-        status = main(shown.words)
+        words = list(shown.words)
+        if words[:1] == ["record"] and "--help" not in words:
+            words[1] = f"{box.state}/{words[1]}"
+        status = main(words)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except ProcessKilled:

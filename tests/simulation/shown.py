@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from machine import START_S
 from presence import model_of, service_of
 from recent_records import check_record
+from recorded import check_recording
 from states import SILENT_S, check_rows, check_status
 from truth import Truth, may_serve
 
@@ -329,6 +330,9 @@ class _Judge:
         learns = costs and "router-mode: kv" in self.box.scenario.graph
         if not self.shown.status and not learns:
             yield "no router learns the speed of workers"
+
+    def _record(self) -> Iterator[str]:
+        yield from check_recording(self.box, self.shown, self._is_asked())
 
     def _route(self) -> Iterator[str]:
         shown = self.shown
