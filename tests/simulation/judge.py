@@ -303,7 +303,9 @@ class Judge:
             away = any(one.meets(since_s, request.ended_s + NOTICE_S) for one in gaps)
             return "" if away else f"{model} had a live worker"
         if any(text in error for text in _SERVER_LOST):
-            return "" if self._relay_lost(request) else "its server lived"
+            since_s, ended_s = request.ended_s - NOTICE_S, request.ended_s + NOTICE_S
+            away = any(one.meets(since_s, ended_s) for one in self._gaps["one"])
+            return "" if away or self._relay_lost(request) else "its server lived"
         return self._error_refusal(request, error)
 
     def _relay_lost(self, request: Request) -> bool:
