@@ -170,7 +170,10 @@ class InflightPicker:
     ) -> Decision:
         """See :meth:`dynamo.router.picker.Picker.pick`; ``tokens`` and ``override`` are ignored."""
         if self._direct and (routing is None or pinned_worker(routing) is None):
-            raise InvalidArgument("router mode direct needs nvext.backend_instance_id")
+            raise InvalidArgument(
+                "router mode direct: the request must name its worker, in "
+                "nvext.backend_instance_id or the header x-worker-instance-id"
+            )
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()

@@ -129,7 +129,8 @@ def _spoken_calls() -> Iterator[Call]:
                  answer=None)  # fmt: skip
     given: dict[str, Any] = {"model": "spoken", "input": ["abc", "defg"]}
     says = '"embedding":[4.0,0.5]'
-    yield Call("spoken embedding", "read", _EMBEDDINGS, given, says=says)
+    answer = Answer("", "", 3, 0)  # as long as both texts, as the frontend estimates them
+    yield Call("spoken embedding", "read", _EMBEDDINGS, given, says=says, answer=answer)
 
 
 def _vector_calls() -> Iterator[Call]:

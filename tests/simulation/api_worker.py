@@ -54,6 +54,7 @@ ADAPTERS = ("tuned", "late")
 """The second one comes and goes."""
 _LOADED_S, _AWAY_S = 2.0, 5.0
 _CACHED_BLOCKS = 24
+_LONGEST_REPLY = 64
 _BEAT_S = 3.0
 _ENGINE_ENDPOINT = "tcp://127.0.0.1:5557"
 Generate = Callable[..., AsyncIterator[Any]]
@@ -63,6 +64,15 @@ def reply_of(tokens: Sequence[int], adapter: str = "") -> str:
     """Return what the model that counts says of a prompt."""
     by = f" by {adapter}" if adapter else ""
     return f"{len(tokens)} tokens from {tokens[0]} to {tokens[-1]}{by}"
+
+
+def continuation_of(tokens: Sequence[int], adapter: str = "") -> Sequence[int]:
+    """Return the tokens that follow a prompt, or a prompt and the answer so far."""
+    for length in range(1, min(len(tokens), _LONGEST_REPLY)):
+        reply = encoded(reply_of(tokens[:-length], adapter))
+        if list(reply[:length]) == list(tokens[-length:]):
+            return reply[length:]
+    return encoded(reply_of(tokens, adapter))
 
 
 def vector_of(tokens: Sequence[int]) -> list[float]:
@@ -175,7 +185,7 @@ class CountingEngine:
         context.link_child(child)
         if context.id() == child.id() or context.is_stopped() != child.is_stopped():
             _wrong(f"the context {context.id()} and its child differ")
-        tokens = encoded(reply_of(prompt, adapter or ""))
+        tokens = continuation_of(prompt, adapter or "")
         most = request["stop_conditions"].get("max_tokens") or len(tokens)
         for token in tokens[:most]:
             if context.is_stopped() != child.is_stopped():

@@ -464,7 +464,8 @@ class Box:
         """A log has a warning: it needs a cause, a fault or an operation."""
         begun = self.ready_s and self.wanted and not self.begun
         signals = self.machine.stop_signals_s  # a drain may last longer than a fault is felt
-        records = self.scenario.has_shells and "recording of content" in text
+        content = "recording of content" in text or "the content of requests" in text
+        records = self.scenario.has_shells and content
         drains = records or any(
             one.alive and one.pid in signals for one in self.machine.processes.values()
         )

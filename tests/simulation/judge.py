@@ -323,9 +323,9 @@ class Judge:
         status = self._demanded(request)
         if request.ending != "complete" or request.status == status:
             return ""
-        if status < 0 and request.status in (401, 403):
-            return ""
         error = _error(request)
+        if status < 0 and (request.status in (401, 403) or _NOT_GRANTED in error):
+            return ""
         if status == NOT_GRANTED and _NOT_GRANTED in error:
             return ""  # an event, if its stream had begun while it waited for a worker
         if status == NOT_GRANTED and error and request.status != 401:
@@ -342,6 +342,9 @@ class Judge:
             return "" if self._drained(request) else "its frontend did not stop"
         if _TIMEOUT in error:
             return self._timeout(request)
+        if _NOT_GRANTED in error:
+            asked = self._demanded(request) in (-1, NOT_GRANTED)
+            return "" if asked else "its key has the grant"
         if _BY_COMMAND in error:
             return "" if self._removed(request) else "no command stopped its model"
         if any(text in error for text in _NO_WORKER):

@@ -65,6 +65,10 @@ def with_pins(scenario: Scenario, ask: Callable[..., Step], step: type[Step]) ->
     if dice.random() >= _SHARE or others or scenario.is_calm or not scenario.seed:
         return scenario
     steps, calls = list(scenario.steps), [*pin_calls(), *wire_calls()]
+    if (
+        "Prefill" in scenario.graph
+    ):  # the prompt of an unknown decode worker is computed, and counts
+        calls = [one for one in calls if UNKNOWN_WORKER not in one.says]
     until_s = scenario.seconds if scenario.is_cut else max(scenario.seconds, 2.0)
     first = max((one.number for one in steps), default=-1) + 1
     for number in range(first, first + dice.choice(_COUNTS)):

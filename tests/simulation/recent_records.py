@@ -33,6 +33,8 @@ def check_record(truth: Truth, record: Mapping[str, Any]) -> Iterator[str]:
         return
     box, name = truth.box, request.id
     model = box.models[request.id]
+    if model == "far" and record["model"] != "far":
+        return  # of the frontend that serves what the client's frontend relays
     if record["model"] != model:
         yield f"{name} is of {model}, not {record['model']}"
     worker = record.get("worker", "")
@@ -67,7 +69,8 @@ def _check_end(name: str, request: Request, record: Mapping[str, Any]) -> Iterat
     tokens = request.expected.completion_tokens * max(1, request.choices)
     if record.get("completion_tokens", 0) != tokens:
         yield f"{name} has {tokens} tokens, its record {record.get('completion_tokens', 0)}"
-    if record.get("prompt_tokens", 0) != request.expected.prompt_tokens:
+    estimated = record["model"] == "far"  # a frontend has no tokenizer of what it relays
+    if not estimated and record.get("prompt_tokens", 0) != request.expected.prompt_tokens:
         yield (
             f"{name} has {request.expected.prompt_tokens} prompt tokens, its record"
             f" {record.get('prompt_tokens', 0)}"

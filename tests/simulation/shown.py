@@ -225,7 +225,9 @@ class _Judge:
         shown, box = self.shown, self.box
         number = int(shown.words[2])
         if shown.status:
-            if not self.truth.may_not_run() and self.truth.is_quiet:
+            name = f"box_{shown.words[3]}" if len(shown.words) > 3 else ""
+            ran = any(f"{log}_".startswith(f"{name}_") or not name for log in box.machine.logged)
+            if ran and not self.truth.may_not_run() and self.truth.is_quiet:
                 yield f"status {shown.status}: {shown.err[:200]}"
             return
         lines: dict[str, list[str]] = {}
@@ -319,7 +321,7 @@ class _Judge:
             return
         if shown.status:
             ids = ("nothing answered 404", "last answered 404", "answered 401", "answered 403")
-            known = any(text in shown.err for text in (*ids, "No request"))
+            known = any(text in shown.err for text in (*ids, "No request", "digits"))
             if self._is_asked() and not known:
                 yield f"status {shown.status}: {shown.err[:300]}"
         elif "--json" in shown.words:

@@ -126,8 +126,7 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
             ]
             asked = [one for one in here if one.choices]  # of a model, not of the frontend
             others = len(here) - len(asked)
-            # the histograms of an adapter leave with it
-            whole = [one for one in asked if _is_whole(one) and not box.adapters.get(one.id)]
+            whole = [one for one in asked if _is_whole(one)]
             embedded = sum(one.api == "read" for one in asked)
             at_once = sum(_tokens(one) for one in whole if box.models[one.id] == API)
             yield process, _Asked(asked, whole, others, embedded, at_once)

@@ -21,6 +21,8 @@ _STARTS_S = 5.0
 """So long an arbiter may take from its start until its statefile says what runs."""
 _SETTLED_S = 1.5
 """So long after a process has begun or ended all may know it."""
+_WRITTEN_AGAIN_S = 1.5
+"""So long after a full disk is free again the statefile may be old."""
 _SEEN_S = 0.5
 """What a verb reads may be so old."""
 _SERVED_S = 1.0
@@ -126,8 +128,9 @@ class Truth:
         return self.box.presence.owners.get(lease)
 
     def may_hold(self, process: Process, gpus: list[str]) -> bool:
-        """Whether these are the GPUs of a process."""
-        return sorted(gpus) == sorted(gpus_of(process))
+        """Whether these are the GPUs of a process, or the statefile could not be written."""
+        full = self.box.was_full_at(self.since_s - _WRITTEN_AGAIN_S, self.until_s)
+        return full or sorted(gpus) == sorted(gpus_of(process))
 
     # -- what was in the way
 

@@ -252,9 +252,14 @@ class RecentRequests:
                 f"No request {shown}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
-        if len({one.info.request_id for one in found}) > 1:
+        ids = [one.info.request_id for one in found]
+        if len(set(ids)) > 1:
+            if name in found[0].info[1:]:  # of the client, which has sent it several times
+                raise InvalidArgument(
+                    f"{len(ids)} requests have the id {shown}: name one by its own, as {ids[0]}"
+                )
             raise InvalidArgument(
-                f"{len(found)} requests begin or end with {shown}: give more digits"
+                f"{len(ids)} requests begin or end with {shown}: give more digits"
             )
         return found[0]
 

@@ -152,6 +152,17 @@ def test_find() -> None:
             recent.find(name)
 
 
+def test_an_id_that_a_client_sent_twice_names_none_of_its_requests() -> None:
+    recent = RecentRequests()
+    for number in (1, 2):
+        figures = request(number)
+        figures.info = figures.info._replace(echoed_id="mine")
+        recent.add(figures)
+    with pytest.raises(InvalidArgument, match=rf"2 requests have the id mine.*{UUID.format(2)}"):
+        recent.find("mine")
+    assert recent.find(UUID.format(1)).info.echoed_id == "mine"
+
+
 class Page:
     """The routes over a ring with one request."""
 
