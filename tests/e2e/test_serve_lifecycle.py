@@ -364,8 +364,8 @@ def test_a_program_that_cannot_be_started(serving: Serving) -> None:
 
 
 def test_a_stubborn_worker_is_killed_after_its_time(serving: Serving) -> None:
-    serving.start("A: {run: SLEEPER, stubborn: true, ServiceArgs: {graceful_timeout: 0.5}}\n")
-    serving.wait_for("started")
+    graph = "A: {run: SLEEPER, stubborn: true, ServiceArgs: {graceful_timeout: 0.5}}\n"
+    serving.start(graph, wait=r"\| started")
     began_s = time.monotonic()
     assert serving.stop() == 0
     assert time.monotonic() - began_s > 0.4
