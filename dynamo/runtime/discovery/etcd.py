@@ -20,7 +20,7 @@ from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_ke
 from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, NoLease, Unreachable
 from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
 from dynamo.runtime.process.os_process import host_id, start_ticks
-from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks, raise_if_cancelled
 
 TOMBSTONE_TTL_S = 3600.0
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class EtcdWatcher:
                 log.info("etcd cannot resume the watch (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:
+                raise_if_cancelled()
                 self._set_unavailable(error)
                 await asyncio.sleep(RETRY_S)
 

@@ -25,7 +25,7 @@ from dynamo.runtime.discovery.etcd_link import (
     Unreachable,
     boot_time_s,
 )
-from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks, raise_if_cancelled
 
 RETRY_S = 0.25
 REVOKE_TIMEOUT_S = 2.0
@@ -134,6 +134,7 @@ class EtcdLease:
             try:
                 await self._renew(pause_s)
             except (Unreachable, ConfigError) as error:
+                raise_if_cancelled()
                 self._set_unavailable(True, error)
             else:
                 self._set_unavailable(False)
@@ -182,6 +183,7 @@ class EtcdLease:
                     if not step.changes or any(change.value is None for change in step.changes):
                         self._wake.set()
             except (Unreachable, Compacted, ConfigError) as error:
+                raise_if_cancelled()
                 log.debug("lease %x: %s", self.id, error)
                 self._wake.set()
             await asyncio.sleep(RETRY_S)

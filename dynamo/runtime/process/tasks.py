@@ -52,3 +52,14 @@ class Tasks:
         error = task.exception()
         if error is not None:
             log.error("%s: task %s failed", self.owner, task.get_name(), exc_info=error)
+
+
+def raise_if_cancelled() -> None:
+    """Raise CancelledError if this task is being cancelled, in a loop that goes on after errors.
+
+    A library may swallow the only CancelledError: gRPC does while it prepares a call, which then
+    fails. Without this the loop would never end, nor would a wait for its end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks, raise_if_cancelled
 
 
 async def test_a_finished_task_leaves_and_gives_its_result() -> None:
@@ -72,3 +72,28 @@ async def test_a_task_may_close_its_parent() -> None:
     tasks.spawn(forever())
     await tasks.spawn(closer())
     assert other.is_set()
+
+
+async def test_a_loop_ends_although_a_library_swallows_its_cancellation() -> None:
+    tasks = Tasks("t")
+    started = asyncio.Event()
+
+    async def swallow() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise OSError("the call was cancelled") from None
+
+    async def work() -> None:
+        while True:
+            try:
+                await swallow()
+            except OSError:
+                raise_if_cancelled()
+
+    task = tasks.spawn(work())
+    await started.wait()
+    async with asyncio.timeout(20):
+        await tasks.close()
+    assert task.cancelled()
