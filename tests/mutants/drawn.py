@@ -37,6 +37,10 @@ _MOST_S = 15.0
 _HANGS_CPU_S = 60
 _HANGS_S = 200.0
 """A defect with which they need longer has been found, too."""
+Verdict = Literal["found", "survived", "hangs", "invalid"]
+_SURVIVED, _FOUND, _INVALID = range(3)
+_VERDICTS: tuple[Verdict, ...] = ("survived", "found", "invalid")
+"""By the exit status of a fork."""
 
 
 class Drawn(NamedTuple):
@@ -49,7 +53,7 @@ class Drawn(NamedTuple):
 
     @property
     def function(self) -> tuple[str, int]:
-        """What a code object knows of its place."""
+        """The file and the first line of its code object."""
         return str(self.path), self.first_line
 
     def row(self, verdict: str, tests: int) -> dict[str, Any]:
@@ -141,9 +145,7 @@ class DrawnMutants:
         return [item for item in tests if item in set(chosen)]
 
 
-def _tried(
-    session: pytest.Session, drawn: Drawn, tests: Sequence[pytest.Item]
-) -> Literal["found", "survived", "hangs", "invalid"]:
+def _tried(session: pytest.Session, drawn: Drawn, tests: Sequence[pytest.Item]) -> Verdict:
     """Run the tests in a fork that has the defect."""
     functions = _functions(drawn)
     source = drawn.edit.apply(drawn.path.read_bytes())
@@ -163,7 +165,7 @@ def _tried(
         os.close(descriptor)
     if not ended or os.WIFSIGNALED(status):
         return "hangs"
-    return "survived" if status == 0 else "found"
+    return _VERDICTS[os.WEXITSTATUS(status)]
 
 
 def _functions(drawn: Drawn) -> list[FunctionType]:
@@ -183,8 +185,8 @@ def _run(
     code: CodeType,
     tests: Sequence[pytest.Item],
 ) -> None:
-    """Run the tests in this fork, and end it: 0 if none failed."""
-    status = 2
+    """Run the tests in this fork, and end it."""
+    status = _INVALID
     try:
         os.setpgid(0, 0)
         resource.setrlimit(resource.RLIMIT_CPU, (_HANGS_CPU_S, _HANGS_CPU_S))
@@ -196,7 +198,7 @@ def _run(
         session.config.pluginmanager.register(_EndAtFailure())
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             session.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
-        status = 0
+        status = _SURVIVED
     finally:
         os._exit(status)
 
@@ -204,7 +206,7 @@ def _run(
 class _EndAtFailure:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            os._exit(1)
+            os._exit(_FOUND)
 
 
 def pytest_configure(config: pytest.Config) -> None:

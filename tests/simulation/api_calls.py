@@ -48,7 +48,7 @@ _LATE = "late"
 _FELT_S = 6.0
 """A worker that was stopped or died may be felt so long, until it is asked again."""
 _NOTICE_S = 0.5
-"""A frontend may hear so late that an adapter came, and forgets one a moment after it left."""
+"""So late a frontend may notice an adapter, and so long it may keep one that was unloaded."""
 SPOKEN_TOKENS = 900
 """What each prompt of texts has, as its model says: a frontend may count another number."""
 _IDS = [1200 + number for number in range(70)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,16 @@ from history import Answer
 if TYPE_CHECKING:
     from answer_cases import Case
 
-__all__ = ["ANSWERS", "FRONTEND", "GENERATIONS", "LISTING", "PAD_BYTES", "WORKER", "Call"]
+__all__ = [
+    "ANSWERS",
+    "FRONTEND",
+    "GENERATIONS",
+    "LISTING",
+    "PAD_BYTES",
+    "WORKER",
+    "Call",
+    "has_whole_arguments",
+]
 
 ANSWERS: dict[str, Answer] = {}
 """The answers of an undisturbed deployment, by the names of the calls."""
@@ -99,3 +109,12 @@ class Call:
     def expected(self) -> Answer:
         """The complete answer."""
         return self.answer or ANSWERS.get(self.name, Answer("", "", 0, 0))
+
+
+def has_whole_arguments(call: tuple[str, str]) -> bool:
+    """Whether the model has written all of a call: a parser completes what it has not."""
+    try:
+        json.loads(call[1])
+    except ValueError:
+        return False
+    return True

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api_calls import api_calls
-from call import FRONTEND, GENERATIONS, PAD_BYTES, Call
+from call import FRONTEND, GENERATIONS, PAD_BYTES, Call, has_whole_arguments
 from pins import pin_calls
 from reads import protocol, reads, refusals, watches
 from wire_calls import wire_calls
@@ -248,7 +248,9 @@ def _cases(name: str) -> Iterator[Case]:
     import answer_cases
 
     cases = [
-        one for one in answer_cases.CASES if one.format == name and all(map(_is_whole, one.calls))
+        one
+        for one in answer_cases.CASES
+        if one.format == name and all(map(has_whole_arguments, one.calls))
     ]
     reasoning = FORMATS[name]
     for number, case in enumerate(cases[:: max(1, len(cases) // 8)]):
@@ -274,15 +276,6 @@ def _tokens(text: str) -> int:
 
     tokenizer = tokenizers.Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _is_whole(call: tuple[str, str]) -> bool:
-    """Whether the model has written all of the call: a parser completes what it has not."""
-    try:
-        json.loads(call[1])
-    except ValueError:
-        return False
-    return True
 
 
 def _case_calls(name: str) -> Iterator[Call]:

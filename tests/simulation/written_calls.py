@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from api_tokens import FORMAT, MODEL, encoded
-from call import Call
+from call import Call, has_whole_arguments
 from history import Answer
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def format_cases(model: str) -> tuple[Case, ...]:
     cases = [
         case
         for case in answer_cases.CASES
-        if case.format == tools and case.reasoning is None and all(map(_is_json, case.calls))
+        if case.format == tools
+        and case.reasoning is None
+        and all(map(has_whole_arguments, case.calls))
     ]
     if not reasoning:
         return tuple(cases)
@@ -49,14 +51,6 @@ def format_cases(model: str) -> tuple[Case, ...]:
         case._replace(text=f"{opens}{_REASONING}</think>{case.text}", reasoning=_REASONING)
         for case in cases
     )
-
-
-def _is_json(call: tuple[str, str]) -> bool:
-    try:
-        json.loads(call[1])
-    except ValueError:
-        return False
-    return True
 
 
 @functools.cache

@@ -204,9 +204,8 @@ class EtcdDiscovery:
             try:
                 granted = await self._link.grant(chosen, ttl_s)
                 break
-            except (
-                Unreachable
-            ) as error:  # the grant may have succeeded, and only its answer is lost
+            except Unreachable as error:  # it may have been granted, and only the answer is lost
+                raise_if_cancelled()
                 log.warning("no lease from etcd yet, retrying: %s", error)
                 await asyncio.sleep(RETRY_S)
         # After a retry "exists already" may be our own lost grant; after one attempt it is not.
