@@ -51,6 +51,8 @@ class Caller(RecordingClient):
         self._messages: dict[int, Message] = defaultdict(Message)
         self._reader: Any = None
         self._pauses = 0
+        self.is_paused = False
+        """Whether a slow reader reads nothing now."""
         self.headers: dict[str, str] = {}
         """Those of the answer."""
 
@@ -120,6 +122,7 @@ class Caller(RecordingClient):
         if self.slow_s and self._pauses < _PAUSES and able:
             assert self._transport is not None
             self._pauses += 1
+            self.is_paused = True
             self._transport.pause_reading()
             asyncio.get_running_loop().call_later(self.slow_s, self._resume, self._transport)
 
@@ -128,6 +131,7 @@ class Caller(RecordingClient):
             self._leave()
 
     def _resume(self, transport: asyncio.Transport) -> None:
+        self.is_paused = False
         if not transport.is_closing():
             transport.resume_reading()
 

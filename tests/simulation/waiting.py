@@ -38,7 +38,8 @@ class Waiting:
         for name, client in box.open.items():
             model, count = box.models[name], len(client.record.events)
             before = self._since_s.get(name)
-            if model not in idle or before is None or before[0] != count:
+            moves = before is None or before[0] != count
+            if model not in idle or moves or client.is_paused:
                 self._since_s[name] = count, now_s
             elif now_s - before[1] > LIMIT_S and name not in self._told:
                 self._told.add(name)
