@@ -126,7 +126,7 @@ def _spoken_calls() -> Iterator[Call]:
     called = Answer("", "tool_calls", SPOKEN_TOKENS, 1)
     yield spoken("weather", "weather", case=weather, answer=called)
     yield spoken("teapot", "teapot please", api="refusal", status=418, says="short and stout",
-                 answer=None)  # fmt: skip
+                 answer=Answer("", "", SPOKEN_TOKENS, 0))  # fmt: skip
     given: dict[str, Any] = {"model": "spoken", "input": ["abc", "defg"]}
     says = '"embedding":[4.0,0.5]'
     answer = Answer("", "", 3, 0)  # as long as both texts, as the frontend estimates them
