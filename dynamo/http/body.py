@@ -76,7 +76,6 @@ class ChunkedBody:
 
     def __init__(self, limit_bytes: int) -> None:
         self.backlog = False
-        self._allowance = 0
         self._complete = False
         self._framing_bytes = 0
         self._limit_bytes = limit_bytes

@@ -177,7 +177,6 @@ class HttpConnection(asyncio.Protocol):
         self.deadline = NEVER
         self.above_high_water = False
         self._buffer = b""
-        self._out.clear()
         self._forget_body()
         self._server.forget(self)
         exchange, self._exchange = self._exchange, None

@@ -160,7 +160,6 @@ class Exchange:
         "received_at",
         "resumed_at",
         "started",
-        "status",
     )
 
     def __init__(self, transport: Transport, head: Head, body: bytes, received_at: float) -> None:
@@ -185,7 +184,6 @@ class Exchange:
         self.started = False
         self.done = False
         self.gone = False
-        self.status = 0
 
     @property
     def above_high_water(self) -> bool:
@@ -219,7 +217,6 @@ class Exchange:
         if self.started and not self.gone:
             raise RuntimeError("the response has been started already")
         self.started = True
-        self.status = status
         if self.gone:
             return
         transport = self._transport
@@ -259,7 +256,6 @@ class Exchange:
         if self.started and not self.gone:
             raise RuntimeError("the response has been started already")
         self.started = True
-        self.status = status
         if self.gone:
             return
         if self.minor == 0:

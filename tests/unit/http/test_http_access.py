@@ -58,6 +58,8 @@ class Site:
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.refused: list[int] = []
         self.ended = asyncio.Event()
+        self.streams: list[Exchange] = []
+        self.writers: list[asyncio.StreamWriter] = []
         self.server = HttpServer(
             self.handle,
             limits,
@@ -71,6 +73,7 @@ class Site:
         key = exchange.api_key
         if exchange.path == "/stream":
             exchange.on_disconnect = self.ended.set
+            self.streams.append(exchange)
             exchange.start(200, "text/plain")
             exchange.write(b"begun")
             return
@@ -90,6 +93,14 @@ class Site:
         head = "\r\n".join((f"GET {path} HTTP/1.1", "Host: a", *headers))
         status, _, body = await self.send(f"{head}\r\n\r\n".encode("latin-1"))
         return status, body
+
+    async def rewrite(self, file: KeyFile, *lines: str) -> None:
+        """Replace the keys, and wait until the server has read them."""
+        read = asyncio.Event()
+        self.keys.on_change = lambda text: read.set()
+        file.write(*lines)
+        async with asyncio.timeout(20):
+            await read.wait()
 
     async def until(self, key: str, status: int) -> None:
         """Wait until requests with ``key`` get ``status``."""
@@ -113,6 +124,8 @@ async def site(file: KeyFile) -> AsyncIterator[Site]:
     site = Site(file)
     _, site.port = await site.server.start("127.0.0.1", 0)
     yield site
+    for writer in site.writers:
+        writer.close()
     await site.server.close(0.2)
 
 
@@ -212,6 +225,26 @@ async def test_a_key_without_its_scheme_is_refused_also_after_another_request(
     assert (await site.ask(f"X-Api-Key: Bearer {file.user}"))[0] == 401
 
 
+async def test_a_removed_key_opens_nothing_as_soon_as_the_file_is_read(
+    site: Site, file: KeyFile
+) -> None:
+    for _ in range(2):  # the head is remembered
+        assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 200
+    await site.rewrite(file, key_line("root", "operator", file.operator))
+    assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 401
+
+
+async def test_the_key_of_the_deployment_opens_to_itself_alone(file: KeyFile) -> None:
+    local = new_key()
+    keys = ApiKeys(file.path, local)
+    operator, user = (keys.take({"x-api-key": key}) for key in (local, file.user))
+    assert operator is not None and operator.operator and not keys.is_withdrawn(operator)
+    assert user is not None and (user.name, user.operator) == ("alice", False)
+    for wrong in ("wrong", local[:-1], f"{file.user}x", ""):
+        with pytest.raises(KeyRefused):
+            keys.take({"x-api-key": wrong})
+
+
 async def test_an_operator_is_served_above_the_connection_limit(site: Site, file: KeyFile) -> None:
     site.server.limits = dataclasses.replace(site.server.limits, connections=0)
     assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 503
@@ -241,6 +274,18 @@ async def test_streams_of_a_withdrawn_key_end(
     assert site.server.connections == 1
     for _, writer in streams:
         writer.close()
+
+
+async def test_other_streams_go_on_when_a_key_is_withdrawn(site: Site, file: KeyFile) -> None:
+    """Those of an operator who stays one, and answers to a POST: they end soon by themselves."""
+    for method, key in (("GET", file.operator), ("POST", file.user)):
+        _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(f"{method} /stream HTTP/1.1\r\nHost: a\r\nX-Api-Key: {key}\r\n\r\n".encode())
+        site.writers.append(writer)
+    await until(lambda: len(site.streams) == 2)
+    await site.rewrite(file, key_line("root", "operator", file.operator))
+    assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 401
+    assert not any(stream.gone for stream in site.streams)
 
 
 async def test_the_challenge_tells_a_missing_key_from_a_wrong_one(site: Site) -> None:

@@ -155,6 +155,9 @@ def test_an_exchange_without_a_response_ends_at_its_deadline(
     assert left == [1] and exchange.gone and "GET /x: no response in time" in caplog.text
     out = bench.transport.out
     exchange.respond(200, b"too late")  # discarded
+    exchange.start(200, "text/plain")
+    exchange.write(b"too late")
+    exchange.end()
     assert bench.transport.out == out
     bench.feed(GET)
     bench.seen[1].respond(200, b"next")

@@ -101,6 +101,8 @@ async def test_a_closed_connection_keeps_nothing_of_the_last_response() -> None:
         with pytest.raises(ResponseError, match="disconnected"):
             await client.request(request_head("GET", "/", "box"))
         assert (client.status, bytes(client.body)) == (0, b"")
+        with pytest.raises(ResponseError, match="disconnected"):  # also once the loop knows it
+            await client.request(request_head("GET", "/", "box"))
 
 
 async def test_a_closed_connection_is_freed_without_a_collection() -> None:

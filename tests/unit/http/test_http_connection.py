@@ -401,6 +401,9 @@ def test_keep_alive_and_close() -> None:
     bench.feed(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     assert not bench.transport.closed
     assert b"connection: keep-alive" in bench.transport.out
+    bench = Bench()
+    bench.feed(b"GET / HTTP/1.0\r\nConnection: TE\r\n\r\n")  # names a header, asks for nothing
+    assert b"connection: close" in bench.transport.out and bench.transport.closed
 
 
 def test_head_has_no_body() -> None:
@@ -504,6 +507,20 @@ def test_what_was_answered_before_the_half_close_is_sent() -> None:
     bench.connection.eof_received()
     assert bench.transport.out.endswith(b"first") and bench.transport.closed
     assert bench.seen[1].gone
+    bench.seen[1].start(200, "text/plain")  # discarded: the transport takes no more
+    bench.seen[1].end(b"late")
+
+
+def test_a_route_that_aborts_is_not_called_back() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET)
+    exchange = bench.seen[0]
+    exchange.on_disconnect = lambda: pytest.fail("it has ended the response itself")
+    exchange.start(200, "text/plain")
+    exchange.abort()
+    bench.connection.connection_lost(None)
+    assert bench.transport.aborted and exchange.gone
 
 
 def test_no_news_after_a_complete_response() -> None:
@@ -551,6 +568,15 @@ def test_deadlines() -> None:
     assert bench.transport.out == b""
     bench.later(1)
     assert status_of(bench.transport.out) == 408
+
+    bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
+    bench.feed(GET)
+    bench.later(25)
+    bench.feed(GET[:9])  # the head of a later request has no more time than that of the first
+    bench.later(9)
+    assert bench.refused == []
+    bench.later(1)
+    assert bench.refused == [408]
 
     bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
     bench.feed(GET)

@@ -187,6 +187,11 @@ async def test_a_connection_over_the_limit(site: Site, key: str) -> None:
     assert status == 503 and headers["access-control-allow-origin"] == ALLOWED
 
 
+async def test_a_page_can_read_a_refusal_with_another_request_behind_it(site: Site) -> None:
+    status, headers = await site.send((HEAD % ALLOWED.encode() + b"\r\n") * 2)
+    assert status == 401 and headers["access-control-allow-origin"] == ALLOWED
+
+
 async def test_two_origins_are_none(site: Site) -> None:
     twice = b"Origin: %b\r\n" % ALLOWED.encode()
     status, headers = await site.send(b"GET /v1/x\r\n" + twice * 2 + b"\r\n")

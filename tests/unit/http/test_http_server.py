@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from until import until
 
 from dynamo.http import Exchange, HttpLimits, HttpServer
 
@@ -154,6 +155,21 @@ async def test_closing_lets_written_bytes_leave_and_cuts_the_rest(site: Site) ->
     await shut(writer)
     with pytest.raises(OSError):
         await site.connect()
+
+
+async def test_all_are_gone_when_the_last_one_is(site: Site) -> None:
+    clients = [await site.connect() for _ in range(2)]
+    for reader, writer in clients:
+        writer.write(GET)
+        await read_response(reader)
+    gone = asyncio.ensure_future(site.server.gone(60))
+    await shut(clients[0][1])
+    await until(lambda: site.server.connections < 2)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert site.server.connections == 1 and not gone.done()
+    await shut(clients[1][1])
+    assert await gone and site.server.connections == 0
 
 
 async def test_a_burst_over_the_limit_is_refused_and_not_reset() -> None:
