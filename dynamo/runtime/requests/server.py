@@ -333,7 +333,6 @@ class RequestServer:
         """Bind the removed socket again, retrying until it works. Connections stay open."""
         if self._listener is not None:
             self._listener.close()  # before binding: closing may unlink the path
-            self._listener = None
         try:
             await self._listen(path)
         except CannotConnect as error:

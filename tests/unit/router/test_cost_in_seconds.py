@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from memory_kit import memory_of
 
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
@@ -18,6 +19,8 @@ from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.factory import make_index, summarize
 from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
+from dynamo.router.kv_mode.seconds import Seconds
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.receipt import KvInputs
 
@@ -211,6 +214,28 @@ def test_a_hot_prefix_is_copied_once_its_prompts_have_waited() -> None:
         workers[pool.send(document + question)] += 1
     assert workers.most_common()[0][1] > 60  # not at once on all
     assert len(workers) >= 2
+
+
+def test_prefixes_that_have_waited_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.router.kv_mode.seconds._MAX_PREFIXES", 10)
+    cost, slots = Seconds(BLOCK, (0.0, 0.0, 0.0)), array("I", [0, 1])
+    cost.slots.set_fit(FIXED_S, TOKEN_S, 0.0)
+    for slot in slots:
+        cost.slots.add_slot(slot, 1e9)
+    cost.slots.set_queue(0, 1.0, 1e6, 0.0, 0.0, 0.0, 0.0)
+    cached = CachedBlocks(None)
+    cached.device[0] = 1
+    costs, decode_blocks = array("d", [0.0, 0.0]), array("q", bytes(128))
+
+    def route() -> None:
+        for number in range(5000):
+            chained = array("Q", [number])
+            prompt = HashedPrompt(BLOCK, 1, chained, chained, chained)
+            cost.weigh(slots, cached, prompt, decode_blocks, costs)
+            assert costs[0] > costs[1]
+            cost.routed(0, slots, cached, prompt)
+
+    assert memory_of(route).left < 100_000, "250 bytes each"
 
 
 def test_the_terms_of_a_receipt_add_up_to_the_cost() -> None:

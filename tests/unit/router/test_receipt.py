@@ -155,6 +155,13 @@ def test_other_reasons() -> None:
     assert again.inputs.receipt().candidates[-1].excluded == "failed with this request before"
 
 
+def test_a_removed_worker_is_no_candidate() -> None:
+    picker = make()
+    picker.remove_worker(2)
+    found = decide(picker, Routing(allowed_worker_ids=[1, 3]))
+    assert {row.worker for row in found.candidates} == {"1", "3"}
+
+
 def test_how_far_the_index_can_be_trusted() -> None:
     picker = make()
     picker.recovering = {picker.worker_pool.members[2].slots[0]}

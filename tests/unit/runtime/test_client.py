@@ -3,16 +3,19 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import msgspec
 import pytest
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import CannotConnect, Disconnected, DynamoError, EngineFailure, EngineShutdown
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.requests import RequestServer
 
 PREFIX = "v1/instances/ns/comp/gen/"
 
@@ -100,12 +103,13 @@ class Sink:
 
     def __init__(self) -> None:
         self.error: DynamoError | None = None
+        self.ended = False
 
     def on_data(self, payload: bytes) -> None:
         raise AssertionError
 
     def on_end(self) -> None:
-        raise AssertionError
+        self.ended = True
 
     def on_error(self, error: DynamoError) -> None:
         self.error = error
@@ -198,6 +202,46 @@ async def test_a_removal_is_reported_before_the_inhibition_ends(
     client.inhibit(1)
     await runtime.discovery.delete(PREFIX + "1")
     assert events[-3:] == [("avoided", True), ("gone", [1]), ("avoided", False)]
+
+
+async def test_a_worker_that_cannot_be_reached_is_out_until_it_answers(
+    runtime: DistributedRuntime, client: Client, tmp_path: Path
+) -> None:
+    """Also without a request that fails with it: the next one would."""
+    server, address = RequestServer(), f"uds:{tmp_path / 'worker.sock'}"
+    server.register(client.path, lambda stream, payload: stream.end())
+    await server.start(address)
+    await put(runtime, 1, {"uds": address.removeprefix("uds:")})
+    sink = Sink()
+    client.open(1, b"", sink)
+    await until(lambda: sink.ended)
+    events: list[tuple[int, bool]] = []
+    client.on_inhibited(lambda instance_id, avoided: events.append((instance_id, avoided)))
+    await server.close()
+    await until(lambda: events)
+    assert client.availability.outages()[1].reason == "unreachable"
+    again = RequestServer()
+    await again.start(address)
+    await until(lambda: len(events) == 2)
+    assert events == [(1, True), (1, False)]
+    await again.close()
+
+
+async def test_a_removed_instance_is_not_out_when_its_worker_dies(
+    runtime: DistributedRuntime, client: Client, tmp_path: Path
+) -> None:
+    """Its last request has kept the connection open."""
+    connected = asyncio.Queue[asyncio.StreamWriter]()
+    path = str(tmp_path / "worker.sock")
+    async with await asyncio.start_unix_server(lambda _, out: connected.put_nowait(out), path):
+        await put(runtime, 1, {"uds": path})
+        sink = Sink()
+        client.open(1, b"", sink)
+        worker = await connected.get()
+        await runtime.discovery.delete(PREFIX + "1")
+        worker.transport.abort()
+        await until(lambda: sink.error)
+    assert len(client.availability) == 0
 
 
 async def test_waiting_ends_with_the_first_instance(

@@ -1,4 +1,4 @@
-"""A lease in etcd over a store that the test breaks."""
+"""A lease in etcd and the watch of its keys, over a store that the test breaks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from until import Changes
 
 from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery import etcd
+from dynamo.runtime.discovery.base import KeyCache
 from dynamo.runtime.discovery.etcd_lease import EtcdLease, marker_key
-from dynamo.runtime.discovery.etcd_link import NoLease
+from dynamo.runtime.discovery.etcd_link import Change, Listing, NoLease, Step, Unreachable
 
 
 class Link:
@@ -67,3 +70,44 @@ async def test_all_keys_are_written_again_after_the_lease_has_expired() -> None:
     assert lease.grants == 2 and not lease.lost.is_set()
     await lease.revoke()
     assert lease.lost.is_set()
+
+
+class BrokenWatch:
+    """A store that can be listed, and whose watches fail ``failures`` times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.watches = Changes()
+        self.begun = 0
+
+    async def list(self, prefix: str) -> Listing:
+        return Listing(1, {"v1/mdc/a": b"1"})
+
+    async def watch(self, key: str, prefix: bool, after: int = 0) -> AsyncIterator[Step]:
+        self.begun += 1
+        self.watches.changed()
+        await asyncio.sleep(0)
+        if self.begun <= self.failures:
+            raise Unreachable("gone")
+        yield Step(2, [Change("v1/mdc/b", b"2")], (1, 1))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("pause_s", [0.01, 3600])
+async def test_a_watch_that_fails_begins_again_after_a_pause(
+    pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "RETRY_S", pause_s)
+    link: Any = BrokenWatch(3)
+    cache, changes = KeyCache(opened=False), Changes()
+    cache.watch("v1/", changes.changed)
+    following = asyncio.create_task(etcd.EtcdWatcher(link, cache).follow())
+    if pause_s < 1:
+        await changes.until(lambda: len(cache.list("v1/")) == 2)
+    else:
+        await link.watches.until(lambda: link.begun)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert link.begun == 1 and cache.list("v1/") == {"v1/mdc/a": b"1"}
+    following.cancel()
+    await asyncio.wait([following])

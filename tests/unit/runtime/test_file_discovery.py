@@ -104,6 +104,15 @@ def files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
+def descriptors(root: Path) -> list[str]:
+    """The files of the store that this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return sorted(one for one in found if one.startswith(str(root)))
+
+
 async def test_everything_is_private_and_named_by_key(store: FileDiscovery, root: Path) -> None:
     lease = await store.grant(10, 0xAB)
     await store.put("v1/instances/n s/c%/.e/1f", b"x", lease.id)
@@ -619,10 +628,12 @@ async def test_a_truncated_lease_is_written_again(store: FileDiscovery, root: Pa
     lease = await store.grant(0.3, 7)
     await store.put(KEY, b"1", lease.id)
     whole = (root / "leases/7").read_bytes()
+    before = descriptors(root)
     os.truncate(root / "leases/7", 0)
     async with asyncio.timeout(20):
         while (root / "leases/7").read_bytes() != whole:  # noqa: ASYNC110 - any of its touches
             await asyncio.sleep(0.02)
+    assert descriptors(root) == before
     late = FileDiscovery(root)
     assert await late.list("v1/") == {KEY: b"1"}
     assert not lease.lost.is_set()

@@ -7,7 +7,9 @@ import gc
 import socket
 import stat
 import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +32,14 @@ from dynamo.runtime.requests import (
     EndpointStats,
     RequestClient,
     RequestServer,
+    ResponseStream,
     ServerStream,
     generator_handler,
 )
 from dynamo.runtime.requests.context import Context
 
 SMALL = RequestPlaneSettings(max_message_size_bytes=4096)
+CALLS = ("pause", "resume", "kill")
 
 
 def echo(stream: ServerStream, payload: bytes) -> None:
@@ -556,6 +560,25 @@ async def test_a_slow_reader_pauses_its_generator_and_no_other_stream(tmp_path: 
         assert made == stopped_at < 10_000
         assert sum([1 async for _ in slow]) == 19_999
     await tasks.close()
+
+
+@pytest.mark.parametrize(("count", "size"), [(1024, 1), (64, 16384)])
+async def test_a_pause_ends_when_half_of_the_buffer_is_read(count: int, size: int) -> None:
+    """Sooner, a reader that is slow would switch the handler on and off with each item."""
+    calls: list[str] = []
+    stream = SimpleNamespace(closed=True, **{name: partial(calls.append, name) for name in CALLS})
+    answer = ResponseStream(bytes).attach(stream)  # type: ignore[arg-type]
+    for _ in range(count):
+        assert calls == []
+        answer.sink.on_data(b"x" * size)
+    for number in range(count // 2):
+        assert calls == ["pause"], number
+        await anext(answer)
+    await anext(answer)
+    assert calls == ["pause", "resume"]
+    for _ in range(count):
+        answer.sink.on_data(b"x" * size)
+    assert calls == ["pause", "resume", "pause"]
 
 
 async def test_a_handler_that_ignores_the_pause_is_killed_at_the_cap(tmp_path: Path) -> None:
