@@ -20,6 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
@@ -193,6 +194,7 @@ def _run(
         quiet = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(quiet, descriptor)
+        _forget_threads()
         for function in functions:
             function.__code__ = code  # ValueError: the defect takes a name of a closure away
         session.config.pluginmanager.register(_EndAtFailure())
@@ -201,6 +203,14 @@ def _run(
         status = _SURVIVED
     finally:
         os._exit(status)
+
+
+def _forget_threads() -> None:
+    """Let the pools start threads of their own: a fork has none of those that they count on."""
+    for pool in gc.get_objects():
+        if isinstance(pool, ThreadPoolExecutor):
+            pool._threads = set()
+            pool._idle_semaphore = threading.Semaphore(0)
 
 
 class _EndAtFailure:

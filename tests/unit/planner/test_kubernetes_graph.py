@@ -41,7 +41,9 @@ def test_the_pool_of_a_service(more: dict[str, Any], pool: str) -> None:
 
 @pytest.mark.parametrize("kind", ["frontend", "planner", "epp", "main", None, 7])
 def test_services_without_workers(kind: object) -> None:
-    assert list(worker_services(graph(("Other", worker(componentType=kind))))) == []
+    for more in ({}, {"subComponentType": "prefill"}, {"subComponentType": "decode"}):
+        found = worker_services(graph(("Other", worker(componentType=kind, **more))))
+        assert list(found) == [], more
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,12 @@ def test_services_without_workers(kind: object) -> None:
 )
 def test_the_model_of_a_service(args: tuple[str, ...], model: str) -> None:
     assert only(worker(args=args)).model == model
+
+
+def test_the_flags_of_a_service_may_be_in_its_command() -> None:
+    command = ["python3", "-m", "dynamo.vllm", "--model=a", "--is-prefill-worker"]
+    found = only(worker(extraPodSpec={"mainContainer": {"command": command}}))
+    assert (found.model, found.pool) == ("a", "prefill")
 
 
 def _container(resources: dict[str, Any]) -> dict[str, Any]:

@@ -298,6 +298,33 @@ def test_workers_are_removed_late_and_added_at_once() -> None:
     assert decision.forecast["predicted_requests_per_second"] == pytest.approx(4.0, rel=0.1)
 
 
+def test_the_rule_of_workers_that_stay_names_the_forecast_alone() -> None:
+    policy = CombinedPolicy(SETTINGS, False)
+    workers, rules = 4, []
+    for number in range(1, 400):
+        (made,) = policy.decide(seen(number, workers=workers)).pools
+        workers = made.wanted
+        rules.append(made.rule)
+    assert rules[-1].startswith("forecast 4.") and rules[-1].endswith(f"needs {workers} workers")
+    assert any(rule.endswith(" keep 4") for rule in rules)
+
+
+def test_a_decision_lasts_until_the_next_one_is_allowed() -> None:
+    """After many actions the next one is not soon: a rise has to be met from further away."""
+
+    def forecast(workers: int) -> float:
+        policy, found = CombinedPolicy(SETTINGS, False), 0.0
+        for number in range(1, 120):
+            rate = 4.0 + max(number - 90, 0) / 5
+            given_ = seen(number, rate, 4, decode=Pool(ready=workers), max_gpus=workers + 1)
+            decision = policy.decide(given_)
+            policy.applied(decision, [DECODE])  # no start succeeds: none is waited for
+            found = decision.forecast.get("predicted_requests_per_second", 0.0)
+        return found
+
+    assert forecast(1) > 1.1 * forecast(20)
+
+
 @given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 500)), min_size=70, max_size=90))
 @settings(max_examples=15, deadline=None)
 def test_limits_hold_for_any_traffic(intervals: list[tuple[float, int]]) -> None:
