@@ -185,6 +185,18 @@ async def test_what_a_service_says(world: World) -> None:
     assert one.worker_id is not None
 
 
+@pytest.mark.parametrize(("args", "model"), [((), "unknown"), (("--model", "tiny"), "tiny")])
+async def test_two_services_of_one_model_are_refused(
+    world: World, args: tuple[str, ...], model: str
+) -> None:
+    services = {"Worker": worker(args=args), "Again": worker(args=args)}
+    world.server.change(DEPLOYMENTS, GRAPH, {"spec": {"services": services}})
+    await world.unknown()
+    text = f"both have decode workers of model {model}, which cannot be told apart"
+    with pytest.raises(cluster_client.ClusterError, match=text):
+        await world.connector.services()
+
+
 async def test_replicas_are_added_and_removed(world: World) -> None:
     assert await world.connector.add("Worker") == "Worker-1"
     service = await world.ready(2)
@@ -502,8 +514,9 @@ async def test_the_loop_holds_during_a_rollout(
         await until(lambda: len(record.records) > 3)
         errors = {one.pools[0].error for one in record.records}
         assert errors == {"a rollout is in progress: 0 of 1 replicas updated"}
-        with pytest.raises(ActionFailed, match="Worker: a rollout is in progress"):
-            await world.connector.add("Worker")
+        for change in (world.connector.add, world.connector.remove):
+            with pytest.raises(ActionFailed, match="Worker: a rollout is in progress"):
+                await change("Worker")
         assert world.replicas() == 1
         assert caplog.text.count("decode workers are not changed: a rollout is in progress") == 1
         assert caplog.text.count("decode 1 -> 3") == 1

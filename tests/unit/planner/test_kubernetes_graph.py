@@ -41,7 +41,8 @@ def test_the_pool_of_a_service(more: dict[str, Any], pool: str) -> None:
 
 @pytest.mark.parametrize("kind", ["frontend", "planner", "epp", "main", None, 7])
 def test_services_without_workers(kind: object) -> None:
-    for more in ({}, {"subComponentType": "prefill"}, {"subComponentType": "decode"}):
+    pools: list[dict[str, Any]] = [{"subComponentType": pool} for pool in ("prefill", "decode")]
+    for more in ({}, *pools):
         found = worker_services(graph(("Other", worker(componentType=kind, **more))))
         assert list(found) == [], more
 
