@@ -86,8 +86,6 @@ def duration_s(value: Any) -> float | None:
     """Return the seconds of ``90``, ``90s``, ``15m``, ``1.5h`` or ``never``; None for others."""
     if value == "never":
         return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
     match = _DURATION.fullmatch(str(value).strip())
     return None if match is None else float(match[1]) * _UNIT_S[match[2]]
 

@@ -248,6 +248,7 @@ def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
         (b"get /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
         (b"\r\n\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /x HTTP/1.1\r\nHost: a\r\nExpect: magic\r\n\r\n", 417),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nContent-Type: a\r\ncontent-type: b\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # TLS to a plain port
     ],
 )

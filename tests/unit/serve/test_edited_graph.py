@@ -108,9 +108,9 @@ def test_the_file_keeps_its_mode_its_link_and_what_its_owner_changed(tmp_path: P
     file.write_text(GRAPH.replace("8000", "8001"))
     file.chmod(0o640)
     link.symlink_to(file)
-    edit = GraphEdit({"Worker": KEYS, "Worker2": KEYS}, ["Gone"])
+    edit = GraphEdit({"Worker": KEYS, "Worker2": KEYS, "New": KEYS}, ["Gone"])
     edit.choose_names(GRAPH, "Worker3: {}")
-    assert edit.added == ["Worker4", "Worker22"]
+    assert edit.added == ["Worker4", "Worker22", "New"]
     edit.write(link)
     assert link.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
     found = yaml.safe_load(file.read_text())

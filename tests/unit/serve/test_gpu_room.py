@@ -73,6 +73,11 @@ def test_a_free_gpu_is_taken() -> None:
     }
 
 
+def test_on_a_box_without_gpus_a_worker_starts_on_none() -> None:
+    found = effects(entry("A", pid=7), entry("B"), total=0)
+    assert found == {"B": LoadEffect(text="starts a worker, which needs no GPU")}
+
+
 def test_a_full_gpu_is_passed_over() -> None:
     assert effects(entry("B"), used=(70, 1))["B"].gpus == ("1",)
 
@@ -128,6 +133,31 @@ def test_without_a_gpu_it_says_who_has_them(used: tuple[int, ...]) -> None:
 
 def named(service: str, *gpus: str, **more: Any) -> dict[str, Any]:
     return entry(service, *gpus, argv=[*VLLM[:3], "--model", service.lower()], **more)
+
+
+@pytest.mark.parametrize(
+    ("argv", "model"),
+    [
+        (("--model", "org/name"), "org/name"),
+        (("--model=org/name", "--served-model-name", "x"), "x"),
+        (("--model", "./never/made/tiny"), "tiny"),
+        (("--model-path", "/never/made/tiny/"), "tiny"),
+        ((), "W"),
+    ],
+)
+def test_the_model_of_a_service_is_that_of_its_command(argv: tuple[str, ...], model: str) -> None:
+    (service,) = read_services(document_of(entry("W", argv=[*VLLM[:3], *argv]))).values()
+    assert service.model == model
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, True, [], None])
+def test_bounds_that_are_no_numbers_are_none(value: object) -> None:
+    """In a statefile that other programs write."""
+    config = {"W": {"ServiceArgs": {"min": value, "max": value, "priority": value}}}
+    document = document_of(entry("W"))
+    document.environment.service_config = json.dumps(config)
+    (service,) = read_services(document).values()
+    assert (service.minimum, service.maximum, service.priority) == (None, None, 0)
 
 
 def test_models_of_a_group_take_turns() -> None:

@@ -20,7 +20,7 @@ from dynamo.errors import StatefileError, Unavailable
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, WatcherSpec, place, plan
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, WatcherSpec, pin, place, plan
 from dynamo.serve.reload import GraphReload
 from dynamo.serve.state import record
 from dynamo.serve.state.document import Document, Entry, RecordedProcess
@@ -28,7 +28,7 @@ from dynamo.serve.state.events import BoxEventLog, ProcessEvents
 from dynamo.serve.state.process_table import ledger_of, reservation
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.statefile import FileLock, Statefile
-from dynamo.serve.supervision.rolling import LEASE, RollingRestart
+from dynamo.serve.supervision.rolling import LEASE, MODEL, RollingRestart
 
 GRAPH = "A: {run: dynamo.mocker, ServiceArgs: {workers: 3, resources: {gpu: 1}}}"
 GPUS = ("0", "1", "2")
@@ -37,6 +37,7 @@ GPUS = ("0", "1", "2")
 def make_plan(text: str = GRAPH) -> DeploymentPlan:
     graph = parse_graph(text, "graph.yaml")
     specs = plan(graph, python="python", working_dir="/", env={}, graceful_timeout_s=1)
+    specs = pin(specs, None, {})
     return DeploymentPlan(
         namespace="dynamo",
         specs=place(specs, Inventory(ids=GPUS, source="test")),
@@ -52,6 +53,9 @@ class Process:
     pid: int
     gpus: Mapping[str, float]
     start_ticks: int = 1
+
+    def is_alive(self) -> bool:
+        return True
 
 
 @dataclass(eq=False)
@@ -261,6 +265,127 @@ def test_a_worker_that_falls_asleep_or_wakes_is_not_replaced(
     assert world.entry(name).replacing is None
 
 
+@pytest.mark.parametrize(
+    ("state", "run", "way"),
+    [
+        (None, "dynamo.mocker", "_start_then_stop"),
+        ("asleep", "dynamo.mocker", "_stop_then_start"),
+        (None, "dynamo.planner", "_stop_then_start"),
+    ],
+)
+def test_which_processes_run_beside_those_that_replace_them(
+    tmp_path: Path, state: str | None, run: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that sleeps, whose GPU others may have, and not the planner, which has a lock."""
+    text = GRAPH.replace("workers: 3", "workers: 2").replace("dynamo.mocker", run)
+    world = World(make_plan(text), Statefile(tmp_path, "dynamo"))
+    world.change("dynamo_A", state=state)
+    watcher: Any = world.get_watcher("dynamo_a")
+    watcher.env, watcher.get_active_processes = {}, lambda: [*watcher.processes.values()]
+    parts: Any = (world, world.writer, lambda pid: MODEL, world)
+    rolling, chosen = RollingRestart(*parts), []
+    for name in ("_start_then_stop", "_stop_then_start"):
+
+        async def noted(*_: Any, name: str = name) -> str:
+            chosen.append(name)
+            return ""
+
+        monkeypatch.setattr(rolling, name, noted)
+    assert asyncio.run(rolling.replace(watcher, world.specs["dynamo_A"])) == ""
+    assert chosen == [way]
+
+
+def reload_of(world: World, graph: str, tmp_path: Path, **request: Any) -> dict[str, Any]:
+    file = tmp_path / "graph.yaml"
+    file.write_text(graph)
+    parts: Any = (
+        *(world, world, world.rolling(), world, GraphSource(label="graph", text=GRAPH)),
+        *(lambda source: make_plan(graph), world.writer, lambda found: None),
+    )
+    return asyncio.run(GraphReload(*parts).run({"graph": str(file), **request}))
+
+
+def lines_of(world: World, graph: str, tmp_path: Path) -> list[str]:
+    """What a reload would change."""
+    reply = reload_of(world, graph, tmp_path, dry_run=True)
+    assert "status" not in reply, reply
+    return [*reply["changes"]]
+
+
+def test_a_reload_starts_what_never_began_but_not_what_a_person_removed(
+    world: World, tmp_path: Path
+) -> None:
+    names = [*world.specs]
+    assert lines_of(world, GRAPH, tmp_path) == []
+    for name in names:
+        world.vanish(name)
+    world.writer.write(world.components())
+    assert lines_of(world, GRAPH, tmp_path) == []
+    world.specs.clear()
+    assert [line.split()[1] for line in lines_of(world, GRAPH, tmp_path)] == names
+
+
+def test_a_worker_whose_owner_names_its_gpus_needs_no_free_one(
+    world: World, tmp_path: Path
+) -> None:
+    args = "{workers: 2, resources: {gpu: 1}, envs: {CUDA_VISIBLE_DEVICES: '0'}}"
+    graph = GRAPH.replace("workers: 3", "workers: 2")
+    pinned = f"{graph}\nB: {{run: dynamo.mocker, ServiceArgs: {args}}}"
+    found = {line.split()[1] for line in lines_of(world, pinned, tmp_path)}
+    assert found == {"dynamo_A_2", "dynamo_B", "dynamo_B_1"}
+
+
+async def test_a_worker_serves_when_its_process_has_registered(world: World) -> None:
+    watcher: Any = world.get_watcher("dynamo_a")
+    watcher.rolling, levels = False, dict.fromkeys(watcher.processes, LEASE)
+    parts: Any = (world, world.writer, levels.__getitem__, world)
+    rolling = RollingRestart(*parts)
+    serving = asyncio.ensure_future(rolling.serving(watcher, MODEL))
+    await asyncio.sleep(0)
+    assert not serving.done()
+    levels.update(dict.fromkeys(levels, MODEL))
+    rolling.changed()
+    async with asyncio.timeout(20):
+        assert await serving
+
+
+def test_a_worker_that_needs_the_gpu_of_another_starts_after_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is checked with what will be free; the start has to wait until it is."""
+
+    async def remove(watchers: list[Watcher]) -> None:
+        await World.remove(world, watchers)
+        world.writer.write(world.components())
+
+    def make(spec: WatcherSpec) -> Watcher:
+        world.specs[spec.name] = spec
+        return Watcher(spec.name, world, {})
+
+    fakes = {"remove": remove, "make": make, "adopt": world.watchers.append}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(world, name, fake, raising=False)
+
+    async def serving(_: Any, watcher: Watcher) -> bool:
+        world.done.append(f"serving {watcher.name}")
+        return True
+
+    monkeypatch.setattr(RollingRestart, "serving", serving)
+    graph = GRAPH.replace("workers: 3", "workers: 2")
+    graph += "\nB: {run: dynamo.mocker, ServiceArgs: {resources: {gpu: 1}}}"
+    reply = reload_of(world, graph, tmp_path)
+    assert "status" not in reply, reply
+    assert world.done == ["remove dynamo_A_2", "start dynamo_B", "serving dynamo_B"]
+    assert world.specs["dynamo_B"].gpus == ("2",)
+
+
+def test_an_entry_that_somebody_removed_with_its_worker_is_no_error(world: World) -> None:
+    world.vanish("dynamo_A_2")
+    world.statefile.update(lambda found: found.components.pop("dynamo_A_2"))
+    world.writer.write(world.components())
+    assert world.document().components.keys() == {"dynamo_A", "dynamo_A_1"}
+
+
 @pytest.mark.parametrize("way", ["replaced", "removed"])
 def test_a_reload_outlives_the_drain_of_a_worker(world: World, way: str, tmp_path: Path) -> None:
     """The planner removes a worker while the reload waits for the new process of another."""
@@ -281,6 +406,9 @@ def test_a_reload_outlives_the_drain_of_a_worker(world: World, way: str, tmp_pat
     assert "status" not in reply, reply
     last = "replace dynamo_A_1" if way == "replaced" else "remove dynamo_A_1"
     assert world.done == ["replace dynamo_A", last]
+    begun, ended = world.announced
+    assert begun.startswith("reloading the graph: ")
+    assert ended == begun.replace("reloading", "reloaded", 1)
 
 
 def test_a_process_of_a_worker_that_slept_and_drains_holds_its_gpu(world: World) -> None:

@@ -13,7 +13,16 @@ from pathlib import Path
 import psutil
 from circus.process import RUNNING, UNEXISTING
 
-from dynamo.serve.state.process_table import children, environment, same_process, snapshot, stat
+from dynamo.runtime.process.os_process import host_id
+from dynamo.serve.state.document import Arbiter
+from dynamo.serve.state.process_table import (
+    children,
+    environment,
+    runs_here,
+    same_process,
+    snapshot,
+    stat,
+)
 from dynamo.serve.supervision.supervised_process import SupervisedProcess
 
 
@@ -32,6 +41,8 @@ def test_stat_detects_a_reused_pid() -> None:
     assert same_process(me.pid, me.start_ticks)
     assert not same_process(me.pid, me.start_ticks + 1)
     assert stat(2**22 + 1) is None and stat(-1) is None
+    assert runs_here(Arbiter(pid=me.pid, start_ticks=me.start_ticks, host=host_id()))
+    assert not runs_here(Arbiter(pid=me.pid, start_ticks=me.start_ticks, host="another"))
     assert me.pid in {process.pid for process in snapshot()}
 
 

@@ -155,6 +155,37 @@ def test_of_several_processes_the_others_go_on_when_one_is_given_up() -> None:
     assert alone.given_up == "5 deaths within 60 s"
 
 
+def test_a_watcher_without_processes_to_come_is_stopped() -> None:
+    """By `circusctl decr` to none, which circus itself does not call a stop."""
+    process = Process(7)
+    watcher = watcher_of(process)
+    watcher._status = "active"
+    assert not watcher.is_stopped()
+    watcher.numprocesses = 0
+    assert (watcher.is_stopped(), watcher.status()) == (False, "stopping")
+    watcher.processes.clear()
+    assert (watcher.is_stopped(), watcher.status(), watcher.has_work()) == (True, "stopped", False)
+
+
+async def test_a_stopped_watcher_that_had_no_process_stays_stopped() -> None:
+    watcher, started = watcher_of(), []
+
+    async def conflict(of: Any) -> str:
+        started.append(of)
+        return "taken"
+
+    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher.arbiter.stopping = watcher.rolling = False
+    watcher._emptied, watcher._not_before_s, watcher._status = True, 0.0, "stopped"
+    watcher.numprocesses = 1
+    await watcher.manage_processes()
+    assert started == []
+    for _ in range(20):
+        watcher._restarts.died(0.0, 1.0, 1)
+    await watcher._start()  # by a person, who forgives what was before
+    assert started == [watcher] and watcher._restarts.died(0.0, 1.0, 1) == 0.0
+
+
 async def test_a_watcher_without_processes_starts_only_on_gpus_that_no_other_has() -> None:
     """`circusctl incr` or `set numprocesses` after `decr` to none is a start."""
     watcher, asked = watcher_of(), []

@@ -172,6 +172,7 @@ def test_sockets_store_and_fallback_are_removed_logs_kept(
     (home.path / "sockets.path").write_text(f"{fallback}\n")
     home.logs.mkdir()
     (home.logs / "a.log").write_text("kept")
+    (home.path / ".graph.yaml.123").touch()  # of a process that was killed while it wrote
     lease(home, 0xA1, dead_pid(), 1)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(home.path / "w.sock"))

@@ -92,6 +92,21 @@ async def test_the_reminder_names_what_loads(
     ]
 
 
+async def test_the_reminder_leaves_out_workers_that_were_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_REMIND_EVERY_S", 0.05)
+    arbiter, leases = Announcements("ns_A"), Leases(tmp_path / "store", lambda: None)
+    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.vllm"))
+    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await arbiter.said.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    leases.close()
+    assert "ns_A: not running" in arbiter.texts[0] and "ns_B" not in arbiter.texts[0]
+
+
 async def test_a_model_card_makes_a_worker_ready(tmp_path: Path) -> None:
     """A lease alone does not: an engine holds one while it loads the model."""
     changes = asyncio.Event()

@@ -67,6 +67,14 @@ def test_a_service_that_names_its_gpus_keeps_them() -> None:
     assert found.gpus == () and found.env["CUDA_VISIBLE_DEVICES"] == "3"
 
 
+def test_a_service_may_be_killed_at_once_or_later_than_others() -> None:
+    text = "A: {run: m}\n" + "".join(
+        f"{name}: {{run: m, ServiceArgs: {{graceful_timeout: {seconds}}}}}\n"
+        for name, seconds in (("B", 0), ("C", 90))
+    )
+    assert [spec.graceful_timeout_s for spec in specs(text)] == [30, 0, 90]
+
+
 def test_shortage_is_an_error_with_the_table() -> None:
     text = "A: {run: m, ServiceArgs: {workers: 3, resources: {gpu: 1}}}\n"
     with pytest.raises(ConfigError) as caught:
