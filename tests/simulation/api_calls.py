@@ -49,6 +49,8 @@ _FELT_S = 6.0
 """A worker that was stopped or died may be felt so long, until it is asked again."""
 _NOTICE_S = 0.5
 """So late a frontend may notice an adapter, and so long it may keep one that was unloaded."""
+_KNOWN_S = 0.05
+"""So late a frontend may see a new card."""
 SPOKEN_TOKENS = 900
 """What each prompt of texts has, as its model says: a frontend may count another number."""
 _IDS = [1200 + number for number in range(70)]
@@ -221,10 +223,13 @@ def certain_of_api(box: Box, request: Request) -> str:
 def _is_disturbed(box: Box, request: Request) -> bool:
     """Whether a fault or an operation that may be felt by the worker's clients happened then."""
     since_s = request.started_s - _FELT_S
-    if request.started_s < box.ready_s + _NOTICE_S:
+    known_s = request.started_s - _KNOWN_S
+    cards = [at_s for at_s, service in box.presence.cards if service == "Api"]
+    if not cards or cards[0] > known_s or any(known_s <= at_s <= request.ended_s for at_s in cards):
         return True  # it has several models, which are known one after the other
     for cause in box.causes.found:
         hit = cause.names("box_Api") and (cause.whom or not cause.verb)
+        hit = hit and "serve[" not in cause.why  # it lives on without the arbiter
         if hit and cause.span.meets(since_s, request.ended_s):
             return True
     if any(at_s for model, at_s in box.causes.losses

@@ -61,6 +61,8 @@ class Caller(RecordingClient):
         self.call, self.model, self.slow_s = call, model, slow_s
         self.problems, self._messages, self._pauses = [], defaultdict(Message), 0
         self.headers, self.workers = {}, {}
+        if self.is_paused and self._transport is not None:  # by the answer before
+            self._resume(self._transport)
         readers = {"responses": ResponseReader, "messages": MessageReader}
         self._reader = None
         if call is not None and call.api in readers:

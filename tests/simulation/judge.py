@@ -35,6 +35,8 @@ PLANNER_S = 1.0
 """So long a planner that begins may take to say which models are started on demand."""
 SILENT_S = 6.0
 """So long it may take a worker that was stopped, and runs again, for silent."""
+_ARRIVAL_S = 0.05
+"""A signal, or the last bytes of a process that was killed, have arrived so soon."""
 DRAIN_S = 20.0
 """A little less than a frontend waits for its requests after a stop signal."""
 COLD_S = 100.0
@@ -133,8 +135,9 @@ class Judge:
             return "cancelled"
         frontend = self._frontend(request)
         needs = self._box.needs.get(request.id, WORKER)
-        if frontend != "alive" or needs == FRONTEND:
-            return "complete" if frontend == "alive" else frontend
+        served = frontend in ("alive", "drains")
+        if not served or needs == FRONTEND:
+            return "complete" if served else frontend
         kind = self._by_key_or_relay(request)
         if kind:
             return kind
@@ -150,10 +153,19 @@ class Judge:
             return f"{EITHER}: stopped frontend"
         if self._load.may_refuse(request):
             return f"{EITHER}: limits"
-        met = [one for one in self._gaps[model] if one.meets(since_s, request.ended_s)]
-        if not met:
+        return self._by_gaps(request, since_s, frontend == "drains")
+
+    def _by_gaps(self, request: Request, since_s: float, drains: bool) -> str:
+        """Return what had to happen because of the times in which its model had no worker."""
+        model = self._model(request)
+        if not any(one.meets(since_s, request.ended_s) for one in self._gaps[model]):
             return "complete"
-        if on_demand and needs == WORKER:
+        if drains:
+            return f"{EITHER}: frontend"  # it waits for no first worker
+        if (
+            model in self._box.profile.on_demand
+            and self._box.needs.get(request.id, WORKER) == WORKER
+        ):
             away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
@@ -204,7 +216,9 @@ class Judge:
         return free <= 0
 
     def _frontend(self, request: Request) -> str:
-        """Return "alive", "cut" or, if it began or ended at the same time, "either"."""
+        """Return "alive", "drains", "cut", "refused", or, if it began or ended at the same time,
+        "either".
+        """
         lives = self._frontends(self._box.ports[request.id])
         for life in lives:
             until_s = _until(life)
@@ -212,10 +226,26 @@ class Judge:
             if life.from_s <= request.started_s < closing_s - CLOSING_RACE_S:
                 if request.ended_s <= closing_s:
                     return "alive"
-                return f"{EITHER}: frontend"
+                if life.pid not in self._box.machine.stop_signals_s:
+                    arrived = request.ended_s < until_s + _ARRIVAL_S
+                    late = arrived or request.id in self._box.slow_s
+                    whole = request.ending == "complete"
+                    return f"{EITHER}: frontend" if late and whole else "cut"
+                return "drains" if self._is_drained(life, request) else f"{EITHER}: frontend"
+            is_late = closing_s + _ARRIVAL_S < request.started_s and request.choices
+            if is_late and self._is_drained(life, request):
+                return "refused"
         since_s = request.started_s - CLOSING_RACE_S
         met = any(one.from_s <= request.ended_s and since_s <= _until(one) for one in lives)
         return f"{EITHER}: frontend" if met else "cut"
+
+    def _is_drained(self, life: Life, request: Request) -> bool:
+        """Whether ``life`` drained without a disturbance until ``request`` had ended."""
+        assert life.closing_s is not None
+        until_s = min(_until(life) - CLOSING_RACE_S, life.closing_s + DRAIN_S)
+        since_s = life.closing_s - _LONGEST_STOP_S
+        stops = self._box.stops.get(life.pid, ())
+        return request.ended_s <= until_s and not any(one.meets(since_s, until_s) for one in stops)
 
     def _blind(self, request: Request) -> bool:
         """Whether its frontend was stopped, so it may not know the workers yet."""
@@ -282,6 +312,8 @@ class Judge:
             return self._relay_refusal(request, error)
         if certain == REJECTED or request.status in (401, 403):
             return self._key_refusal(request)
+        if certain == "cut" and request.ending == "complete":
+            return "complete without its frontend"
         if not error and request.status == 200:
             generated = request.api != "refusal"  # a bad request may be seen without a worker
             served = request.ending == "complete" and certain == "refused" and generated

@@ -111,7 +111,7 @@ def pinned(box: Box, step: Step, request_id: str, body: dict[str, Any]) -> str:
 def worker_of(box: Box, request: Request) -> Process | None:
     """Return the process that ``request`` named; None if it may have had to go to another one."""
     pin = box.pins.get(request.id)
-    if pin is None or not pin.process.alive:
+    if pin is None:
         return None
     since_s = request.started_s - _NOTICE_S
     name, service = pin.process.name, service_of(pin.process)
@@ -120,7 +120,9 @@ def worker_of(box: Box, request: Request) -> Process | None:
     spans += [Span(at_s, at_s) for model, at_s in box.causes.losses
               if service in decoders(model)]  # fmt: skip
     spans += box.presence.gaps((name,), box.clock())
-    lives = [one for one in box.frontend_lives if one.closing_s is None]
     away = any(span.meets(since_s, request.ended_s) for span in spans)
-    known = any(one.from_s < since_s for one in lives)
+    known = any(
+        one.from_s < since_s and (one.closing_s is None or request.ended_s < one.closing_s)
+        for one in box.frontend_lives
+    )
     return pin.process if known and not away else None

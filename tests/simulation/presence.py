@@ -107,6 +107,8 @@ class Presence:
         self.counts: dict[str, list[tuple[float, int]]] = {}
         self.owners: dict[str, Process] = {}
         """The process of each lease."""
+        self.cards: list[tuple[float, str]] = []
+        """When a model card came, and of which service."""
         self.on_end: Callable[[Process], None] = lambda process: None
         self._machine = machine
         self._workers: dict[Process, _Worker] = {}
@@ -183,6 +185,8 @@ class Presence:
             worker = self._workers[owner] = _Worker(owner, service_of(owner))
         if exists:
             worker.files.add(kind)
+            if kind == "mdc":
+                self.cards.append((self._machine.now_s - START_S, worker.service))
         else:
             worker.files.discard(kind)
         self._look(worker)

@@ -213,7 +213,7 @@ def _until_quiet(box: Box, failures: list[str]) -> None:
 
 
 def _settled(box: Box) -> list[str]:
-    """Let the box come to rest; return what is not quiet then. A run of eight waits longer first."""
+    """Let the box come to rest; return what is not quiet then. One run of eight waits longer."""
     found = []
     box.machine.run(None, box.machine.now_s + EVENTS_S)
     if box.undisturbed_s() > UNDISTURBED_S:  # else a later query to a worker repairs the index

@@ -38,8 +38,8 @@ class Waiting:
         for name, client in box.open.items():
             model, count = box.models[name], len(client.record.events)
             before = self._since_s.get(name)
-            moves = before is None or before[0] != count
-            if model not in idle or moves or client.is_paused:
+            away = client.is_paused or model not in idle
+            if away or before is None or before[0] != count:
                 self._since_s[name] = count, now_s
             elif now_s - before[1] > LIMIT_S and name not in self._told:
                 self._told.add(name)
