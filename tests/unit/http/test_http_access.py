@@ -464,10 +464,11 @@ def test_with_keys_only_an_operators_key_counts(caplog: pytest.LogCaptureFixture
 
 
 def test_a_refused_call_of_an_operators_route_is_not_counted() -> None:
-    guarded = OperatorGuard(True).before(lambda seen: None)
+    routed: list[Any] = []
+    guarded = OperatorGuard(True).before(routed.append)
     for is_operator, counted in ((True, 1), (False, 0)):
         key = SimpleNamespace(name="n", operator=is_operator, requests=1)  # as on its arrival
         seen = exchange(key=key)
         seen.refuse = lambda status, text: None
         guarded(seen)
-        assert key.requests == counted
+        assert key.requests == counted and len(routed) == 1, "only the operator's is passed on"

@@ -62,6 +62,9 @@ async def test_the_cause_of_a_failed_connection_is_that_of_the_system() -> None:
     with pytest.raises(OSError) as unknown:
         await HttpClient(1).connect("host.invalid", port)
     assert "Errno" not in cause(unknown.value)
+    each = "[Errno 111] Connect call failed ('{}', 1, 0, 0)"
+    several = f"Multiple exceptions: {each.format('::1')}, {each.format('127.0.0.1')}"
+    assert cause(OSError(several)) == "Connection refused"
     assert cause(TimeoutError()) == "timeout"
     assert cause(ResponseError("disconnected")) == "disconnected"
 
@@ -79,6 +82,16 @@ async def test_failures(answer: bytes, reason: str) -> None:
     async with asyncio.timeout(10), serving(answer) as port:
         with pytest.raises(ResponseError, match=reason):
             await get("127.0.0.1", port, "box", "/x", 5)
+
+
+async def test_a_connection_is_closed_when_its_answer_is_too_large() -> None:
+    """The rest of it would be read as the answer to the next request."""
+    async with asyncio.timeout(10), serving(plain(b"x" * 6), plain(b"y"), close=False) as port:
+        client = HttpClient(5)
+        await client.connect("127.0.0.1", port)
+        with pytest.raises(ResponseError, match="too large"):
+            await client.request(request_head("GET", "/", "box"))
+        assert not client.usable
 
 
 async def test_a_connection_is_kept_until_bytes_arrive_that_were_not_requested() -> None:
