@@ -83,7 +83,8 @@ class Site:
     async def send(self, data: bytes) -> tuple[int, dict[str, str], Any]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
-        found = await response(reader)
+        async with asyncio.timeout(20):
+            found = await response(reader)
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
@@ -451,6 +452,16 @@ def test_operators_without_keys_call_from_this_machine() -> None:
         assert "not for web pages" in guard.check(exchange(**headers))
     for name in ("forwarded", "x_forwarded_for", "via", "x_real_ip"):
         assert "proxy" in guard.check(exchange(**{name: "x"}))
+
+
+def test_pages_of_this_server_are_its_own_where_they_are_admitted() -> None:
+    guard = OperatorGuard(False, own_pages=True)
+    for own in ("http://localhost:8000", "https://LOCALHOST:8000"):
+        assert guard.check(exchange(origin=own)) == ""
+    for other in ("http://localhost:3000", "http://evil.example", "file://localhost:8000", "null"):
+        assert "not for web pages" in guard.check(exchange(origin=other)), other
+    foreign = {"origin": "http://localhost:8000", "sec_fetch_site": "same-site"}
+    assert "not for web pages" in guard.check(exchange(**foreign))
 
 
 def test_with_keys_only_an_operators_key_counts(caplog: pytest.LogCaptureFixture) -> None:

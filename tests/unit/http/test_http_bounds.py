@@ -102,6 +102,17 @@ async def test_chunk_framing_must_be_in_proportion() -> None:
     assert status_of(bench.transport.out) == 200
 
 
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 400)])
+def test_framing_may_take_as_much_as_the_content_and_64_kib(more: int, status: int) -> None:
+    last = b"0\r\n\r\n"
+    lengths = [509] * 127 + [509 - len(last) + more]  # of the line of a chunk with one byte
+    chunks = [b"1;x=".ljust(length, b"y") + b"\r\na\r\n" for length in lengths]
+    assert sum(map(len, chunks)) + len(last) == 2 * 128 + 64 * KIB + more
+    bench = Bench()
+    bench.feed(CHUNKED, b"".join([*chunks, last]))
+    assert status_of(bench.transport.out) == status
+
+
 def test_unfinished_bodies_have_a_budget_together() -> None:
     bench = Bench(bodies_bytes=10, body_bytes=500 * KIB)
     bench.feed(announced(500 * KIB))

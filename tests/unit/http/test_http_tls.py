@@ -300,6 +300,19 @@ async def test_junk_costs_its_connection_alone(
     await site.server.close(0.2)
 
 
+async def test_the_server_ends_a_handshake_that_fails(tmp_path: Path, authority: Authority) -> None:
+    """At once, also if the client keeps its side open: until its deadline it would hold a place."""
+    site = Site(tmp_path, authority)
+    await site.start(header_timeout_s=600.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"\x17\x03\x03\x00\x05hello")
+    async with asyncio.timeout(20):
+        alert = await reader.read()
+    assert alert[:2] == b"\x15\x03", "of OpenSSL"
+    await shut(writer)
+    await site.server.close(0.2)
+
+
 async def test_damaged_records_end_the_request(site: Site) -> None:
     gone = asyncio.Event()
     raw = socket.create_connection(("127.0.0.1", site.port))

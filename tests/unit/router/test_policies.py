@@ -72,6 +72,7 @@ def picker(policy: Any, clock: Clock | None = None) -> PolicyPicker:
 
 
 def test_the_example_is_valid() -> None:
+    check_policies(RouterSettings(mode="kv").policies)  # none: nothing is tried
     settings = with_policies(RouterSettings(mode="kv", policy_config=str(EXAMPLE)))
     assert settings.track_output_blocks and settings.selection is not None
     check_policies(settings.policies)
