@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import shutil
@@ -102,8 +103,35 @@ def test_a_log_file_is_bounded(tmp_path: Path) -> None:
         log.write(b"line %d" % number)
     log.close()
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert set(files) == {"a.log", "a.log.1"} and max(files.values()) <= 1010
+    assert set(files) == {"a.log", "a.log.1"} and max(files.values()) <= 1000
     assert (tmp_path / "a.log").read_bytes().endswith(b"line 499\n")
+
+
+def test_a_line_that_fills_a_log_file_is_written_whole(tmp_path: Path) -> None:
+    """And an empty file does not replace the older one."""
+    log, older = LogFile(tmp_path / "a.log", 10), tmp_path / "a.log.1"
+    log.write(b"x" * 50)
+    assert not older.exists()
+    log.write(b"1234")
+    assert older.stat().st_size == 51
+    log.write(b"6789")  # with its line end it fits exactly
+    assert (tmp_path / "a.log").read_bytes() == b"1234\n6789\n"
+    log.write(b"1234")
+    log.write(b"56789")  # one byte too many
+    assert older.read_bytes() == b"1234\n"
+    log.close()
+
+
+async def test_a_child_may_write_much_before_it_is_read() -> None:
+    pipe = OutputPipe(lambda line: None)
+    size = fcntl.fcntl(pipe.write_fd, fcntl.F_GETPIPE_SZ)
+    try:
+        fcntl.fcntl(pipe.write_fd, fcntl.F_SETPIPE_SZ, 2 * 256 * 1024)
+    except OSError:
+        pytest.skip("beyond the user's share of memory for pipes")
+    finally:
+        pipe.close()
+    assert size == 256 * 1024
 
 
 def test_a_removed_or_moved_log_file_is_written_again(tmp_path: Path) -> None:

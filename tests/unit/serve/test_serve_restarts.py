@@ -6,10 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from circus.process import DEAD_OR_ZOMBIE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.serve.supervision.supervised import RestartPolicy, Restarts, SupervisedWatcher
+from dynamo.serve.supervision.supervised_process import describe_exit
 
 
 def test_the_first_restart_is_immediate_then_it_backs_off() -> None:
@@ -106,6 +109,8 @@ def test_run_gives_up_a_model_that_cannot_be_downloaded() -> None:
         return [restarts.died(0.0, 1.0, 75, served=False, cause=text) for text in causes]
 
     assert died(Restarts(policy), cause, cause, cause) == [0.5, 1.0, f"{cause} (3 starts)"]
+    silent = "the model cannot be downloaded (3 starts)"
+    assert died(Restarts(policy), "", "", "") == [0.5, 1.0, silent]
     assert died(Restarts(policy), cause, "other", cause, cause) == [0.5, 0.5, 0.5, 1.0]
     served = Restarts(policy)
     served.died(0.0, 9.0, -9, served=True)
@@ -144,6 +149,21 @@ async def test_a_process_that_is_stopped_is_expected_to_exit_before_it_is_signal
     assert process.signals == [(15, True)]
 
 
+@pytest.mark.parametrize("killing", [False, True])
+async def test_a_process_that_does_not_exit_in_time_is_killed(killing: bool) -> None:
+    """At once where the whole deployment is being killed."""
+    process: Any = Process(7)
+    process.send_signal = lambda number: None
+    process.kill_session = process.exited.set
+    watcher, overdue = watcher_of(process), []
+    watcher.graceful_timeout = 3600.0 if killing else 0.01
+    watcher.arbiter.killing = killing
+    watcher.arbiter.overdue = lambda of, late: overdue.append((of, late))
+    async with asyncio.timeout(20):
+        await watcher.kill_process(process)
+    assert overdue == [(watcher, process)]
+
+
 def test_of_several_processes_the_others_go_on_when_one_is_given_up() -> None:
     living, leaving = Process(7), Process(8)
     leaving.stopping = True
@@ -165,6 +185,71 @@ def test_a_watcher_without_processes_to_come_is_stopped() -> None:
     assert (watcher.is_stopped(), watcher.status()) == (False, "stopping")
     watcher.processes.clear()
     assert (watcher.is_stopped(), watcher.status(), watcher.has_work()) == (True, "stopped", False)
+
+
+@pytest.mark.parametrize("why", ["rolling", "stopping", "is stopped now", "waiting", "full"])
+async def test_a_watcher_that_is_busy_or_waits_starts_nothing(why: str) -> None:
+    watcher, started = watcher_of(), []
+
+    async def conflict(of: Any) -> str:
+        started.append(of)
+        return "taken"
+
+    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher.arbiter.stopping, watcher.rolling = why == "stopping", why == "rolling"
+    watcher._status = "stopping" if why == "is stopped now" else "active"
+    watcher._emptied, watcher.numprocesses = True, 1
+    watcher._not_before_s = asyncio.get_running_loop().time() + 60 * (why == "waiting")
+    if why == "full":
+        watcher.processes[7] = Process(7)
+        await watcher._start()
+    else:
+        await watcher.manage_processes()
+    assert started == []
+
+
+async def test_a_dead_process_is_replaced_without_a_new_claim_of_its_gpu() -> None:
+    """It is its own still; and its deaths are not forgotten, as they are with a manual start."""
+    watcher, spawned = watcher_of(), []
+    watcher.arbiter.stopping = watcher.rolling = watcher._emptied = watcher._drained = False
+    watcher._status, watcher.numprocesses, watcher.max_age = "active", 1, 0
+    watcher._not_before_s, watcher.respawn = 0.0, True
+
+    def spawn() -> bool:
+        spawned.append(watcher)
+        return False
+
+    watcher.spawn_process = spawn
+    watcher._restarts.died(0.0, 1.0, 1)
+    await watcher.manage_processes()
+    assert spawned == [watcher] and watcher.deaths == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (None, "is running"),
+        (0, "exited with status 0"),
+        (3, "exited with status 3"),
+        (75, "exited with status 75, a temporary failure"),
+        (-9, "was killed by SIGKILL"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_how_a_process_ended(status: int | None, text: str) -> None:
+    assert describe_exit(status) == text
+
+
+def test_a_watcher_whose_processes_have_an_age_is_looked_after() -> None:
+    process: Any = Process(7)
+    process.status = "running"
+    watcher = watcher_of(process)
+    watcher._status, watcher.max_age = "active", 0
+    assert not watcher.has_work()
+    watcher.max_age = 60
+    assert watcher.has_work()
+    watcher.max_age, process.status = 0, DEAD_OR_ZOMBIE
+    assert watcher.has_work()
 
 
 async def test_a_stopped_watcher_that_had_no_process_stays_stopped() -> None:
