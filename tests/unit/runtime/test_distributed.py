@@ -988,3 +988,22 @@ async def test_without_a_limit_nothing_is_counted(deployment: Deployment) -> Non
     worker = deployment.runtime()
     assert worker.admission is None
     assert "dynamo_engine_request" not in worker.metrics.render().decode()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_shutdown_after_the_end_of_the_loop_waits_for_nothing(
+    known: bool, tmp_path: Path
+) -> None:
+    """By a handler of a signal, or in a thread that outlives the loop."""
+    settings = RuntimeSettings(discovery_backend="mem", state_dir=str(tmp_path))
+
+    async def started() -> DistributedRuntime:
+        loop = asyncio.get_running_loop() if known else None
+        runtime = DistributedRuntime(loop, settings)
+        await runtime.start_serving()
+        return runtime
+
+    runtime = asyncio.run(started())
+    assert not runtime.serving.stopped.is_set()
+    runtime.shutdown()
+    assert runtime.serving.stopped.is_set()

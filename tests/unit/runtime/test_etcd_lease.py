@@ -72,6 +72,20 @@ async def test_all_keys_are_written_again_after_the_lease_has_expired() -> None:
     assert lease.lost.is_set()
 
 
+async def test_no_renewal_grants_a_lease_again_while_it_is_revoked() -> None:
+    class SlowLink(Link):
+        async def revoke(self, lease_id: int) -> None:
+            self.expire()  # what a watch shows then makes the lease look whether it still is
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+    link: Any = SlowLink()
+    lease = EtcdLease(link, LeaseRecord(7, 1, 1, 10.0, "here"), lambda lease: None)
+    await lease.put("v1/instances/a", b"1")
+    await lease.revoke()
+    assert lease.lost.is_set() and not link.granted and link.store == {}
+
+
 class BrokenWatch:
     """A store that can be listed, and whose watches fail ``failures`` times."""
 

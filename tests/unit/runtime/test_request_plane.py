@@ -165,6 +165,18 @@ async def test_kill_silences_the_sink_and_closes_the_stream(tmp_path: Path) -> N
         assert plane.tables() == (0, 0, 0, 0)
 
 
+async def test_what_a_killed_stream_still_sends_reaches_no_later_one(tmp_path: Path) -> None:
+    async with pair(tmp_path) as plane:
+        plane.server.register(ENDPOINT, plane.hold)
+        call, _ = plane.open()
+        killed = await plane.held()
+        call.kill()
+        _, later = plane.open()
+        killed.send(b"of the killed one")  # before the kill has arrived
+        (await plane.held(2)).end()
+        assert (await later.finish()).items == []
+
+
 async def test_a_cancelled_context_cancels_the_call(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
