@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked_kit import ForkedModule
 from prometheus_client.parser import text_string_to_metric_families
 from until import poll
 
@@ -33,6 +34,7 @@ PORTS = range(10_000, max(EPHEMERAL, 30_000))[WORKER::WORKERS]
 OUTPUTS = ("--stream-interval", os.environ.get("DYN_TEST_STREAM_INTERVAL", "1"))
 """How many tokens an output of the mockers has, in all tests of processes."""
 
+FORKED = ("dynamo.frontend", "dynamo.mocker", "dynamo.attach")
 _port_numbers = itertools.count(secrets.randbelow(len(PORTS)))  # other test processes have others
 
 
@@ -53,9 +55,13 @@ def interrupt_again(process: subprocess.Popen[Any]) -> None:
 
 
 class Deployment:
-    """Processes of one namespace under one state directory, without an arbiter."""
+    """Processes of one namespace under one state directory, without an arbiter.
 
-    def __init__(self, tmp_path: Path) -> None:
+    Frontends and workers are ``forked``, or started as users do: see :class:`ForkedModule`.
+    """
+
+    def __init__(self, tmp_path: Path, forked: bool = True) -> None:
+        self.forked = forked
         self.namespace = f"t{uuid.uuid4().hex[:8]}"
         self.state_dir = tmp_path / "state"
         self.logs = tmp_path
@@ -81,6 +87,13 @@ class Deployment:
         return process
 
     def _spawn(
+        self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        if self.forked and module in FORKED:
+            return ForkedModule(module, flags, env, log, [f"{one}.__main__" for one in FORKED])
+        return self._run(module, flags, env, log)
+
+    def _run(
         self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, *flags]

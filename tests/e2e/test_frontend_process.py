@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,14 @@ def chat(max_tokens: int, stream: bool = False) -> dict[str, Any]:
         "max_tokens": max_tokens,
         "stream": stream,
     }
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    """Processes as users start them."""
+    made = Deployment(tmp_path, forked=False)
+    yield made
+    made.close()
 
 
 class Streaming:

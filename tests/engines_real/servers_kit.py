@@ -39,6 +39,8 @@ ENGINE_FLAGS = (
     UNIPROC,
 )
 ENGINES = ("dynamo.vllm", "vllm.entrypoints.openai.api_server")
+# What our worker and vLLM's own server import.
+PRELOADED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm")
 ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,20 +59,19 @@ class EngineDeployment(Deployment):
     def __init__(self, directory: Path, forked: bool = True) -> None:
         """Start engines as forks, or as users do: see :class:`ForkedModule`."""
         directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory)
+        super().__init__(directory, forked)
         self.env |= ENGINE_ENV
         self.tokenizer: Tokenizer | None = None
         """The tokenizer of the model that vLLM's own server serves here."""
         self.status_port = 0
-        self.forked = forked
         self._started: set[psutil.Process] = set()
 
     def _spawn(
         self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         if self.forked and module in ENGINES:
-            return ForkedModule(module, flags, env, log)
-        return super()._spawn(module, flags, env, log)
+            return ForkedModule(module, flags, env, log, PRELOADED)
+        return self._run(module, flags, env, log)
 
     def worker(self, model: Path, name: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
         """Start our worker with vLLM inside."""

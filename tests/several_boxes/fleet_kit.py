@@ -13,7 +13,7 @@ class Fleet(Deployment):
     """Mockers and frontends that find each other through ``etcd``; NATS or ZMQ for the events."""
 
     def __init__(self, tmp_path: Path, etcd: str, nats: str | None, lease_ttl_s: float) -> None:
-        super().__init__(tmp_path)
+        super().__init__(tmp_path, forked=False)  # each in the network where it is started
         self.ports: list[int] = []
         self.env.update(
             DYN_DISCOVERY_BACKEND="etcd",
