@@ -124,6 +124,13 @@ def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
     )
 
 
+def _with_id(headers: Sequence[tuple[str, str]], given: str) -> Sequence[tuple[str, str]]:
+    """Return the headers of an error, with the id that the client gave to its request."""
+    if any(name == "x-request-id" for name, _ in headers):
+        return headers
+    return (*headers, ("x-request-id", given))
+
+
 class Exchange:
     """Respond with one :meth:`respond`, or with :meth:`start`, any :meth:`write`, :meth:`end`.
 
@@ -213,12 +220,14 @@ class Exchange:
         content_type: str = JSON,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Send the whole response in one write."""
+        """Send the whole response in one write. An error has the id that its client gave."""
         if self.started and not self.gone:
             raise RuntimeError("the response has been started already")
         self.started = True
         if self.gone:
             return
+        if status >= 400 and "x-request-id" in self.headers:
+            headers = _with_id(headers, self.headers["x-request-id"])
         transport = self._transport
         plain = self.keep_alive and self.minor and not transport.closing
         framing = LENGTH if plain else self._framing(LENGTH)
@@ -243,10 +252,8 @@ class Exchange:
         kind: str | None = None,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Respond with an error body, and the id that the client gave to its request."""
+        """Respond with an error body."""
         body = self._transport.error_body(self.path, status, message)
-        if "x-request-id" in self.headers:
-            headers = (*headers, ("x-request-id", self.headers["x-request-id"]))
         self.respond(status, body or error_body(status, message, kind), headers=headers)
 
     def start(

@@ -44,6 +44,10 @@ class Attempts:
         if first is not request:
             yield from _continued(first, request, prefill)
 
+    def first(self, name: str) -> PreprocessedRequest | None:
+        """Return the request that its first worker, of decoding if there is one, received."""
+        return self._first.get((name, False)) or self._first.get((name, True))
+
     def accepted(self, process: Process, name: str) -> Iterator[str]:
         """Count an attempt; yield if there are more than a request may have."""
         key = name, service_of(process) == "Prefill"

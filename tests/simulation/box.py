@@ -25,6 +25,7 @@ from call import Call
 from caller import Caller
 from calls import all_calls, script_of
 from disk import Disk
+from exact_verbs import ASKING, write_trace
 from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
@@ -156,6 +157,9 @@ class Box:
         if "{keys}" in scenario.graph:
             self._write_keys("alice", "bob")
         self._graph = directory / "graph.yaml"
+        self.model_path = EXAMPLE_MODEL
+        if scenario.has_shells:
+            write_trace(directory)
         if "eyes" in scenario.graph:
             _write_eyes()
         self._write_graph(scenario.graph)
@@ -298,12 +302,19 @@ class Box:
                 body["stream_options"] = {"include_usage": True}
         if not call.counts:
             body["n"] = 0  # answers of a model
+        elif call.prompts > 1:
+            body["n"] = call.prompts  # so many answers
         if "{worker}" in call.headers:
             call = replace(call, headers=self._named(call.headers))
         plan = _plan(step, call.api, body, call.expected)._replace(headers=self._id_header(step))
         if "slow" in details:
             self.slow_s[plan.id] = details["slow"]
         self._send(plan, step, call)
+
+    @property
+    def has_asking_verbs(self) -> bool:
+        """Whether verbs have sent requests of their own."""
+        return any(one.words[0] in ASKING and "--help" not in one.words for one in self.shown)
 
     def _id_header(self, step: Step) -> str:
         """Return the header with an id of its client, which half of the requests have."""

@@ -44,7 +44,8 @@ class Call:
     ``status`` and ``says`` are of reads and refusals: the status, and a text that the body has.
     ``sent`` is the body if it is no JSON, ``message`` all that is sent if it is not HTTP as usual.
     ``case`` is the message that the model writes, if its format matters; ``answer`` its answer, if
-    no deployment has to be asked; ``adapter`` is one that comes and goes.
+    no deployment has to be asked; ``adapter`` is one that comes and goes. ``prompts`` of one body
+    have an answer each. ``headed`` are header lines that the answer has; it has none with a "-".
     ``then`` are calls that follow on the same connection; ``{id}`` in their paths and bodies is the
     id of the answer before.
     """
@@ -64,6 +65,8 @@ class Call:
     case: Case | None = None
     answer: Answer | None = None
     adapter: str = ""
+    prompts: int = 1
+    headed: tuple[str, ...] = ()
     then: tuple[Call, ...] = ()
 
     @property

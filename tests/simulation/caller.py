@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from call import FRONTEND, Call
 from history import Event, Request
+from logprobs import Entries
 from pins import UNKNOWN_WORKER
 from recording_client import Plan, RecordingClient
 
@@ -53,6 +54,7 @@ class Caller(RecordingClient):
         self._pauses = 0
         self.is_paused = False
         """Whether a slow reader reads nothing now."""
+        self._entries = Entries()
         self.headers: dict[str, str] = {}
         """Those of the answer."""
 
@@ -63,6 +65,7 @@ class Caller(RecordingClient):
         self.headers, self.workers = {}, {}
         if self.is_paused and self._transport is not None:  # by the answer before
             self._resume(self._transport)
+        self._entries = Entries()
         readers = {"responses": ResponseReader, "messages": MessageReader}
         self._reader = None
         if call is not None and call.api in readers:
@@ -80,7 +83,7 @@ class Caller(RecordingClient):
         body = call.sent if call.sent is not None else b""
         if call.method == "POST" and call.sent is None:
             fields = dict(plan.body)
-            if not call.generates:
+            if not call.generates or call.prompts > 1:
                 fields.pop("n", None)  # of the history: answers of a model
             body = orjson.dumps(fields) + b" " * call.pad
         path = call.target(self.model, self.answer_id)
@@ -114,6 +117,15 @@ class Caller(RecordingClient):
             self.problems.append(f"retry-after {later!r} of an answer with {self.status}")
         if self.status < 429 and later is not None:
             self.problems.append(f"retry-after {later!r} of an answer with {self.status}")
+
+        self._check_headed()
+
+    def _check_headed(self) -> None:
+        for line in self.call.headed if self.call is not None else ():
+            name, _, value = line.lstrip("-").partition(": ")
+            found = self.headers.get(name, "")
+            if (value.lower() in found.lower()) == line.startswith("-"):
+                self.problems.append(f"{name} is {found!r}, not {line!r}")
 
     # -- slow readers
 
@@ -155,6 +167,7 @@ class Caller(RecordingClient):
     def _received(self, now_s: float, text: str, choice: dict[str, Any]) -> None:
         """Take reasoning and calls of a choice of chat, too."""
         part = choice.get("delta") or choice.get("message") or {}
+        self._entries.add(choice, text or "")
         message = self._messages[choice["index"]]
         reasoning, calls = part.get("reasoning_content"), part.get("tool_calls") or ()
         message.reasoning += reasoning or ""
@@ -223,6 +236,8 @@ class Caller(RecordingClient):
         """Return what is wrong with the answer that has ended."""
         call, record = self.call, self.record
         self._check_headers()
+        if call is None or call.prompts == 1:
+            self.problems += self._entries.check(record, self._plan.body)
         if call is None or not call.generates or record.status != 200:
             return self.problems
         cut = call.case is not None and call.case.format == "cut"

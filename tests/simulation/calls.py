@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api_calls import api_calls
-from call import FRONTEND, GENERATIONS, PAD_BYTES, Call, has_whole_arguments
+from call import FRONTEND, GENERATIONS, LISTING, PAD_BYTES, Call, has_whole_arguments
+from exact_calls import access_calls, edges, proxied, stops, wire_edges
 from pins import pin_calls
 from reads import protocol, reads, refusals, watches
 from wire_calls import wire_calls
@@ -24,7 +25,16 @@ from wire_calls import wire_calls
 if TYPE_CHECKING:
     from answer_cases import Case
 
-__all__ = ["all_calls", "draw_calls", "script_of", "unscripted", "with_format"]
+__all__ = [
+    "all_calls",
+    "draw_call",
+    "draw_calls",
+    "exact_groups",
+    "groups_of",
+    "script_of",
+    "unscripted",
+    "with_format",
+]
 
 _MODEL = Path(__file__).resolve().parents[2] / "examples/model"
 _SHARE = 0.4
@@ -178,6 +188,7 @@ def _response_calls() -> Iterator[Call]:
         "read",
         "/v1/responses/input_tokens",
         {"input": "Count these words"},
+        needs=LISTING,
         says='"object":"response.input_tokens","input_tokens":',
     )
 
@@ -218,6 +229,7 @@ def _message_calls() -> Iterator[Call]:
         "read",
         "/v1/messages/count_tokens",
         {"messages": user("Count these words")},
+        needs=LISTING,
         says='{"input_tokens":',
     )
 
@@ -353,19 +365,28 @@ _GROUPS: dict[str, tuple[float, Callable[[], Iterator[Call]]]] = {
     "refusals": (2, refusals),
     "protocol": (1, protocol),
 }
+_EXACT: dict[str, Callable[[], Iterator[Call]]] = {
+    "wire": wire_calls,
+    "wire edges": wire_edges,
+    "edges": edges,
+    "stops": stops,
+    "proxied": proxied,
+}
+"""Of visits."""
 _KNOWN: dict[str, Call] = {}
 
 
 def all_calls() -> dict[str, Call]:
     """Return every call by its name, those that follow others included."""
     if not _KNOWN:
-        for _, make in _GROUPS.values():
-            _add(make())
+        for _, calls in _GROUPS.values():
+            _add(calls())
         for name in FORMATS:
             _add(_case_calls(name))
         _add(api_calls())
         _add(pin_calls())
-        _add(wire_calls())
+        for make in (*_EXACT.values(), access_calls):
+            _add(make())
     return _KNOWN
 
 
@@ -383,8 +404,7 @@ def draw_calls(
     if not seed or dice.random() >= _SHARE:  # the answers are learned in the box of seed 0
         return "", []
     name = dice.choice(sorted(FORMATS))
-    groups = {group: list(make()) for group, (_, make) in _GROUPS.items()}
-    groups["tools"] = list(_case_calls(name))
+    groups = groups_of(name)
     weights = {group: weight for group, (weight, _) in _GROUPS.items()} | {"tools": 4}
     chosen = {group: weight for group, weight in weights.items() if dice.random() < 0.5} or weights
     rows = []
@@ -396,6 +416,32 @@ def draw_calls(
             details["frontend"] = dice.randrange(frontends)
         rows.append((round(dice.random() * seconds, 4), dice.choice(models), details))
     return name, rows
+
+
+def groups_of(name: str) -> dict[str, list[Call]]:
+    """Return the calls of a box whose workers have the format ``name``; '' if they have none."""
+    return {group: list(make()) for group, (_, make) in _GROUPS.items()} | (
+        {"tools": list(_case_calls(name))} if name else {}
+    )
+
+
+def exact_groups(has_keys: bool) -> dict[str, list[Call]]:
+    """Return the calls of visits alone; those of a box that demands keys have a key each."""
+    if has_keys:
+        return {"access": list(access_calls())}
+    return {group: list(make()) for group, make in _EXACT.items()}
+
+
+def draw_call(
+    dice: random.Random, groups: dict[str, list[Call]], models: tuple[str, ...], frontends: int
+) -> tuple[str, dict[str, Any]]:
+    """Return model and details of one call of ``groups``."""
+    group = dice.choices(list(groups), [len(some) ** 0.5 for some in groups.values()])[0]
+    call = dice.choice(groups[group])
+    details = {key: value for key, value in _details(dice, call).items() if key != "slow"}
+    if frontends > 1:
+        details["frontend"] = dice.randrange(frontends)
+    return dice.choice(models), details
 
 
 def _details(dice: random.Random, call: Call) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from exact_calls import admin_line
+
 if TYPE_CHECKING:
     from scenario import Scenario, Step
 
@@ -37,8 +39,8 @@ def header(name: str) -> str:
 
 
 def file_text(names: Iterable[str]) -> str:
-    """Return the file of keys of ``names``."""
-    return "".join(
+    """Return the file of keys of ``names``, and of an operator."""
+    return admin_line() + "".join(
         f"{name}:user:{hashlib.sha256(_key(name).encode()).hexdigest()}{_GRANTS[name]}\n"
         for name in names
     )

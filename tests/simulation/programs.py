@@ -27,6 +27,7 @@ import shell
 import threads
 from attempts import received
 from fake_os import Launched
+from logprobs import with_logprobs
 from machine import Process
 from process_end import ProcessKilled
 from records import written
@@ -265,6 +266,7 @@ def _connect_programs() -> None:
     from dynamo.serve.state.statefile import Statefile
 
     _patch(AdmissionQueue, submit=_watched(AdmissionQueue.submit))
+    _patch(engine.Responder, __init__=with_logprobs(engine.Responder.__init__))
     _patch(engine.EngineRank, _report=_reported(engine.EngineRank._report))
     _patch(ActiveLoad, free=_counted(ActiveLoad.free))
     _patch(EngineRequest, release=_received(EngineRequest.release))

@@ -25,7 +25,7 @@ def reads() -> Iterator[Call]:
     yield get("/health", '"status":"healthy"', LISTING)
     yield get("/metrics", "dynamo_component_uptime_seconds")
     yield get("/v1/models", '"id":"{model}"', LISTING)
-    yield get("/v1/models?limit=5", '"id":"{model}"', LISTING, headers="anthropic-version: 1\r\n")
+    yield get("/v1/models?limit=90", '"id":"{model}"', LISTING, headers="anthropic-version: 1\r\n")
     yield get("/v1/models/{model}", '"id":"{model}"', LISTING)
     yield get("/v1/models/{model}/ready", '"ready":true', LISTING)
     yield get("/openapi.json", '"openapi":"3.1.0"')

@@ -24,6 +24,7 @@ from reached import Reached
 from scenario import Scenario, Step
 from shell import run_verb
 from shown import check_shown, count_quiet
+from visit import VISIT
 
 from dynamo.frontend.requests import headers
 
@@ -131,7 +132,11 @@ def _run(box: Box, outcome: Outcome) -> None:
     machine.on_gpu_use = partial(_watch, box)
     _watch(box)
     _watch_waiting(box)
+    visited = False
     for step in box.scenario.steps:
+        if VISIT in step.details and not visited:
+            visited = True
+            begin_s = _rest(box, failures) - step.at_s
         at_s = begin_s + step.at_s
         machine.run(None, at_s)
         machine.now_s = max(machine.now_s, at_s)
@@ -153,6 +158,16 @@ def _run(box: Box, outcome: Outcome) -> None:
         _until_quiet(box, failures)
         _judge(box, outcome)
     failures += check_end(box)
+
+
+def _rest(box: Box, failures: list[str]) -> float:
+    """Let all that has begun end, and the box recover; return the time then."""
+    machine = box.machine
+    machine.run(None, machine.now_s + 1.0)
+    box.heal()
+    _until_quiet(box, failures)
+    machine.run(None, machine.now_s + SETTLED_S)
+    return machine.now_s
 
 
 def _judge(box: Box, outcome: Outcome) -> None:
@@ -231,6 +246,9 @@ def _settled(box: Box) -> list[str]:
         box.machine.run(None, at_s)
         box.machine.now_s = max(box.machine.now_s, at_s)
         unquiet, wait_s = list(check_quiet(box)), SETTLED_S
+    if unquiet:  # a health check may be under way
+        box.machine.run(None, box.machine.now_s + EVENTS_S)
+        unquiet = list(check_quiet(box))
     return [*found, *unquiet]
 
 

@@ -19,6 +19,7 @@ from pins import with_pins
 from relay import attached
 from shell import with_shells
 from situations import situated
+from visit import visited
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
 
@@ -343,7 +344,7 @@ def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     profile = PROFILES[old.profile]
     happening = Happenings(random.Random(f"situation faults {old.seed}"), profile)
     old = with_api(situated(old, profile, _request, happening.fault), Step)
-    return with_shells(with_pins(old, ask, Step), profile, _shell)
+    return visited(with_shells(with_pins(old, ask, Step), profile, _shell), profile, Step)
 
 
 def _shell(number: int, at_s: float, words: tuple[str, ...]) -> Step:

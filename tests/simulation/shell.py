@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fake_os
+from exact_verbs import MODEL, STATE, files_of
 from machine import Process
 from process_end import ProcessKilled
 
@@ -44,6 +45,8 @@ class Shown:
     status: int | None = None
     out: str = ""
     err: str = ""
+    is_exact: bool = False
+    """Whether it runs where all is quiet. See :mod:`exact_verbs`."""
     later: dict[str, Any] = field(default_factory=dict)
     """What the judge needs of the moment at which it ended."""
 
@@ -179,6 +182,7 @@ def with_shells(scenario: Scenario, profile: Profile, make: Callable[..., Step])
 def run_verb(box: Box, step: Step) -> None:
     """Run ``dynamo`` with the words of ``step`` in a process of its own."""
     shown = Shown(step.number, tuple(step.details["words"]), box.clock())
+    shown.is_exact = "visit" in step.details
     box.shown.append(shown)
     box.open_operations += 1
     box.machine.note(f"shell {step.number}: {shown}")
@@ -201,7 +205,8 @@ def _run(box: Box, printed: dict[str, list[str]], shown: Shown, ended: Any) -> N
     machine = box.machine
     machine.in_job = True
     try:
-        words = list(shown.words)
+        names = {STATE: str(box.state), MODEL: str(box.model_path)}
+        words = [_filled(word, names) for word in shown.words]
         if words[:1] == ["record"] and "--help" not in words:
             words[1] = f"{box.state}/{words[1]}"
         status = main(words)
@@ -216,9 +221,17 @@ def _run(box: Box, printed: dict[str, list[str]], shown: Shown, ended: Any) -> N
     finally:
         machine.in_job = False
     shown.status, shown.until_s = status, box.clock()
+    if shown.is_exact:
+        shown.later["files"] = files_of(box.state)
     shown.out, shown.err = ("".join(printed[name]) for name in ("out", "err"))
     box.machine.note(f"{shown}: status {status} {shown.out[-200:]!r} {shown.err[:200]!r}")
     ended.set_result(0)
+
+
+def _filled(word: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        word = word.replace(name, value)
+    return word
 
 
 def _note_traceback(machine: Any, error: BaseException) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from exact_verbs import ASKING, check_exact
 from machine import START_S
 from presence import model_of, service_of
 from recent_records import check_record
@@ -27,6 +28,8 @@ __all__ = ["check_shown", "count_quiet"]
 _LIMIT_S = 15.0
 _ASKING_LIMIT_S = 45.0
 """Of verbs that ask a frontend: it may be stopped for as long as they wait."""
+_COLD_LIMIT_S = 130.0
+"""Of verbs that send requests: a first worker may have to start."""
 _GAPS = re.compile(r" {2,}")
 _PID = re.compile(r"pid (\d+)")
 _WRITTEN_S = 0.5
@@ -67,6 +70,8 @@ class _Judge:
         shown = self.shown
         asks = shown.words[0] in ("route", "explain")
         limit_s = _ASKING_LIMIT_S if asks else _LIMIT_S
+        if shown.words[0] in ASKING:
+            limit_s = _COLD_LIMIT_S
         if shown.until_s - shown.since_s > limit_s:
             yield f"it took {shown.until_s - shown.since_s:.1f} s"
         if "Traceback" in shown.err + shown.out:
@@ -81,11 +86,18 @@ class _Judge:
         if "--help" in shown.words:
             yield from self._help()
             return
+        if shown.is_exact:
+            yield from check_exact(self.box, shown, self._serves)
+            return
         judge: Callable[[], Iterator[str]] | None = getattr(
             self, "_" + shown.words[0].strip("_").replace("-", "_"), None
         )
         if judge is not None:
             yield from judge()
+
+    def _serves(self, model: str) -> bool:
+        """Whether a worker of a model was live and awake all the time."""
+        return self.truth.is_quiet and self.truth.ready(model)[0] > 0 and not self._sleepers(model)
 
     def _json(self) -> Any:
         return json.loads(self.shown.out)

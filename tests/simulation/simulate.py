@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     import fake_os
 
+    if options.answers is not None and not options.answers.exists():
+        import exact_verbs
+
+        exact_verbs.learn_verbs()  # before there are simulated clocks
     tempfile.gettempdir()  # once, since it holds a lock of the interpreter while it writes a file
     clock = time.perf_counter
     fake_os.install()

@@ -62,7 +62,7 @@ class Steady:
         if not any(span.meets(*last) for stops in box.stops.values() for span in stops):
             for process in box.processes("mocker"):
                 yield from unwanted(box.machine, process)
-        if "HEALTH_CHECK" in box.scenario.graph:
+        if "HEALTH_CHECK" in box.scenario.graph or box.has_asking_verbs:
             return  # its own requests are no client's
         if box.open or box.waiting.is_disturbed(box):
             self._none_open_s = now_s

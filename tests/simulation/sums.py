@@ -113,7 +113,7 @@ def check_sums(box: Box) -> Iterator[str]:
 
 def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
     """Yield the frontends that have served all requests of their port."""
-    if is_attached(box):
+    if is_attached(box) or box.has_asking_verbs:
         return  # one frontend has requests of the other, whose tokens are the server's
     for process in box.processes("frontend"):
         lives = [one for one in box.frontend_lives if one.pid == process.pid]

@@ -77,6 +77,9 @@ class Site:
             exchange.start(200, "text/plain")
             exchange.write(b"begun")
             return
+        if exchange.path == "/refused":
+            exchange.respond(422, b"{}")
+            return
         shown = {"key": key and key.name, "headers": exchange.headers, "size": len(exchange.body)}
         exchange.respond(200, json.dumps(shown).encode())
 
@@ -165,6 +168,16 @@ async def test_a_refusal_of_a_head_or_a_body_echoes_the_id_of_its_request(site: 
         assert (status, headers["x-request-id"]) == (413 if more else 401, "mine")
     status, headers, _ = await site.send(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
     assert status == 401 and "x-request-id" not in headers
+
+
+async def test_an_error_that_a_route_writes_itself_echoes_the_id(site: Site, file: KeyFile) -> None:
+    auth = f"Authorization: Bearer {file.user}\r\n"
+    for own in ("", "X-Request-Id: mine\r\n"):
+        head = f"GET /refused HTTP/1.1\r\nHost: a\r\n{auth}{own}\r\n"
+        status, headers, _ = await site.send(head.encode())
+        assert (status, headers.get("x-request-id")) == (422, "mine" if own else None)
+    status, headers, _ = await site.send(head.replace("/refused", "/v1/models").encode())
+    assert status == 200 and "x-request-id" not in headers
 
 
 async def test_an_api_with_error_bodies_of_its_own(site: Site) -> None:
