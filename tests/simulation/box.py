@@ -25,7 +25,7 @@ from call import Call
 from caller import Caller
 from calls import all_calls, script_of
 from disk import Disk
-from exact_verbs import ASKING, write_trace
+from exact_verbs import ASKING, write_files
 from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
@@ -128,6 +128,7 @@ class Box:
         machine.file_faults = self._file_fault
         machine.on_warning = self._warned
         machine.is_disk_full = partial(self.was_full, FULL_S)
+        machine.last_asked_s = self._last_asked_s
         machine.records_load = scenario.limits.blocks > 0
         self.waiting = Waiting()
         self.steady = Steady()
@@ -159,7 +160,7 @@ class Box:
         self._graph = directory / "graph.yaml"
         self.model_path = EXAMPLE_MODEL
         if scenario.has_shells:
-            write_trace(directory)
+            write_files(directory)
         if "eyes" in scenario.graph:
             _write_eyes()
         self._write_graph(scenario.graph)
@@ -315,6 +316,12 @@ class Box:
     def has_asking_verbs(self) -> bool:
         """Whether verbs have sent requests of their own."""
         return any(one.words[0] in ASKING and "--help" not in one.words for one in self.shown)
+
+    def _last_asked_s(self, model: str) -> float:
+        ends = [one.ended_s for one in self.requests if self.models[one.id] == model]
+        if any(self.models[name] == model for name in self.open) or self.has_asking_verbs:
+            ends.append(self.clock())
+        return max(ends, default=-1000.0) + START_S
 
     def _id_header(self, step: Step) -> str:
         """Return the header with an id of its client, which half of the requests have."""

@@ -33,6 +33,7 @@ Held = dict[tuple[str, int], set[int]]
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
 _ROUNDED_S = 0.001
+_SECRET = re.compile(r"dyn-(\w+)-0123456789abcdef")
 _DEATH = re.compile(r" *([\d.]+)  serve .*serve: (box_(?!Frontend|Planner)\w+) .*; restarting it")
 
 
@@ -291,9 +292,27 @@ def check_end(box: Box) -> Iterator[str]:
             continue
         yield f"left after the stop: {relative}"
     yield from slow_drains(box)
+    yield from _check_secrets(box)
     yield from _check_deaths(box)
     if Network.of(box.machine).listeners:
         yield f"left after the stop: {list(Network.of(box.machine).listeners)}"
+
+
+def _check_secrets(box: Box) -> Iterator[str]:
+    """No key is in a log, in what verbs print, or in a file that is left."""
+    texts = {f"the log of {name}": [line for _, line in lines]
+             for name, lines in box.machine.logged.items()}  # fmt: skip
+    texts["the history"] = box.machine.history
+    texts |= {str(one): [one.out, one.err] for one in box.shown if one.words[0] != "key"}
+    texts |= {
+        path.name: [path.read_text(errors="replace")]
+        for path in box.state.rglob("*")
+        if path.is_file() and path.name != "graph.yaml"
+    }
+    for where, lines in texts.items():
+        found = next((one[1] for line in lines if (one := _SECRET.search(line))), None)
+        if found is not None:
+            yield f"the key of {found} is in {where}"
 
 
 def _check_deaths(box: Box) -> Iterator[str]:

@@ -159,12 +159,34 @@ def submitted(submit: Any) -> Any:
 
     def checked(self: Any, request_id: str, tokens: Any, **rest: Any) -> Any:
         before = len(self._requests)
+        full = {one.name: [*_full(self, one)] for one in self._classes}
+        waiting = {one.name: len(one.queue) for one in self._classes}
         found = submit(self, request_id, tokens, **rest)
+        _tell([f"took one more into {one.name}, which had {', '.join(full[one.name])}"
+               for one in self._classes
+               if full[one.name] and len(one.queue) > waiting[one.name]])  # fmt: skip
         if self._only is not None and before and hasattr(found, "worker_id"):
             _tell([f"let a request go before {before} that wait"])
         return found
 
     return checked
+
+
+def _full(queue: Any, in_class: Any) -> Iterator[str]:
+    """Yield the limits that the requests of a class have reached."""
+    workers, config = max(len(queue.picker.worker_pool.members), 1), in_class._config
+    waiting = [one for one in queue._requests.values() if one.in_class is in_class]
+    for what, figure, limit in (
+        ("requests", len(waiting), config.request_queue_limit_per_worker),
+        ("prompt tokens", sum(one.isl_tokens for one in waiting),
+         config.raw_isl_token_queue_limit_per_worker),
+        ("cached tokens", sum(one.cached_tokens for one in waiting),
+         config.cached_token_queue_limit_per_worker),
+    ):  # fmt: skip
+        if limit is not None and figure >= limit * workers:
+            yield f"{figure} {what} of {limit * workers}"
+    if len(waiting) >= in_class.queue.limit:
+        yield f"{len(waiting)} requests of {in_class.queue.limit}"
 
 
 def dequeued(route: Any) -> Any:

@@ -34,7 +34,7 @@ __all__ = [
     "draw_verbs",
     "files_of",
     "learn_verbs",
-    "write_trace",
+    "write_files",
 ]
 
 KEPT = "recorded-"
@@ -63,6 +63,22 @@ _COMPUTED: tuple[tuple[str, ...], ...] = (
     (*_COMPARED, "4", "--worker-blocks", "40"),
 )
 """Verbs that ask no deployment."""
+
+
+def write_files(directory: Path) -> None:
+    """Write what verbs read: a trace, keys that a group may read, statefiles."""
+    write_trace(directory)
+    keys = directory / _OPEN_KEYS.rpartition("/")[2]
+    keys.write_text(f"alice:user:{'0' * 64}\n", encoding="utf-8")
+    keys.chmod(0o640)
+    for name, fields in _STATEFILES.items():
+        own = {
+            "namespace": f"{KEPT}{name}",
+            "circus_endpoint": "ipc:///a",
+            "components": {},
+            "environment": {"DYNAMO_SERVICE_CONFIG": "{}"},
+        }
+        (directory / f"{KEPT}{name}.json").write_text(json.dumps(own | fields), encoding="utf-8")
 
 
 def write_trace(directory: Path) -> None:
@@ -118,12 +134,27 @@ def draw_verbs(dice: random.Random, profile: Profile) -> Iterator[tuple[str, ...
              *dice.choice(((), ("--endpoint-type", "completions", "--prompt-format", "tokens")))),
         ),
         (("chat", MESSAGE, *url, *model, "--max-tokens", "9"),),
+        (("key", "list", "--api-key-file", _OPEN_KEYS),
+         *(("state", "show", "--json", "--namespace", f"{KEPT}{name}") for name in _STATEFILES)),
         (("list", "--json"), ("version",), ("state", "repair", "--dry-run")),
     )  # fmt: skip
     for chain in dice.sample(chains, 3):
         yield from chain
 
 
+_OPEN_KEYS = f"{STATE}/{KEPT}open"
+_STATEFILES = {
+    "newer": {"version": 2},
+    "foreign": {"version": 1, "other": {"a": 1}},
+    "unnamed": {"version": 1, "namespace": "another"},
+}
+"""What statefiles have beside what each has: the first and the last cannot be read."""
+_UNREADABLE = {
+    _OPEN_KEYS: "has mode 0640",
+    f"{KEPT}newer": "has version 2",
+    f"{KEPT}unnamed": "belongs to namespace 'another'",
+}
+"""The last words of verbs that read these, and what they say."""
 _KEY_WORDS = (("add", "alice"), ("add", "root", "--role", "operator"), ("add", "alice"),
               ("list",), ("remove", "alice"), ("remove", "bob"), ("list",))  # fmt: skip
 
@@ -203,6 +234,10 @@ def _load(shown: Shown, found: Any, is_served: bool) -> Iterator[str]:
 def _written(box: Box, shown: Shown) -> Iterator[str]:
     """What a verb has written, or printed of what it would do."""
     files = shown.later.get("files", {})
+    if shown.words[-1] in _UNREADABLE:
+        if not shown.status or _UNREADABLE[shown.words[-1]] not in shown.err:
+            yield f"status {shown.status}: {shown.out[:100]!r} {shown.err[:300]!r}"
+        return
     if shown.words[0] == "key":
         yield from _key(shown, files.get(f"{KEPT}keys", ""))
         return

@@ -62,6 +62,8 @@ _GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
 """By class, what it has of workers that it does not know any more."""
 
 
+_PEER = "dynamo.runtime.requests.client:Peer"
+_CLIENT = "dynamo.runtime.requests.client:RequestClient"
 _PICKER = "dynamo.router.picker:InflightPicker"
 _REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
 _ROUTERS = (
@@ -94,7 +96,7 @@ _LATE_S = 0.5
 
 def classes() -> list[type]:
     """Return the classes whose objects are looked at."""
-    names = dict.fromkeys((*_EMPTY, *_GONE, *_SELF_CHECKING, _REPORTS, *_ROUTERS))
+    names = dict.fromkeys((*_EMPTY, *_GONE, *_SELF_CHECKING, _REPORTS, _PEER, _CLIENT, *_ROUTERS))
     return [_class(name) for name in names]
 
 
@@ -163,8 +165,19 @@ def check_leftovers(box: Box) -> Iterator[str]:
             for what, workers in _GONE[name](part) if name in _GONE else ():
                 if workers:
                     yield f"{process}: {name} keeps {what} of workers that left: {_shown(workers)}"
+        yield from _peers(process)
     yield from _descriptors(box)
     yield from _reports(box)
+
+
+def _peers(process: Process) -> Iterator[str]:
+    """A worker is probed as long as someone follows it."""
+    kinds = {name: _class(name) for name in (_PEER, _CLIENT)}
+    clients = [part for part in process.parts if type(part) is kinds[_CLIENT]]
+    known = [peer for client in clients for peer in client._peers.values()]
+    for part in process.parts:
+        if type(part) is kinds[_PEER] and part._timer is not None and part not in known:
+            yield f"{process} probes a worker that nobody follows"
 
 
 def _without_worker(process: Process, picker: Any) -> Iterator[str]:

@@ -114,6 +114,10 @@ class Machine:
         self.on_gpu_use: Callable[[], None] = lambda: None
         """Called when a program has begun or its engine has fallen asleep or woken."""
         self.is_disk_full: Callable[[], bool] = lambda: False
+        self.records: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        """Of each kind of log record of a process: how many, and how many its log tells of."""
+        self.last_asked_s: Callable[[str], float] = lambda model: 0.0
+        """When a request of a model was open last."""
         self.on_warning: Callable[[str], None] = lambda text: None
         """Called with each warning and error in a log."""
         self.on_file: Callable[[Any, bool], None] = lambda path, exists: None

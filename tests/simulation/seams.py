@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import alerts_seen
 import fake_os
 import threads
 from machine import Process
@@ -41,10 +42,15 @@ def connect_shells() -> None:
     fake_os.wait_for_main = threads.run_here
 
     def file_system(path: Any) -> FileSystemFacts:
-        free = 0 if fake_os.machine().is_disk_full() else _FREE_BYTES
-        return FileSystemFacts(path="/simulated", kind="ext4", free_bytes=free, free_files=1000)
+        is_full = fake_os.machine().is_disk_full()
+        without_files = is_full and fake_os.machine().seed % 2  # its bytes or its inodes are used
+        free = 0 if is_full and not without_files else _FREE_BYTES
+        files = 0 if without_files else 1000
+        return FileSystemFacts(path="/simulated", kind="ext4", free_bytes=free, free_files=files)
 
     vars(alert_watch)["file_system"] = file_system
+    conditions = alert_watch.AlertConditions
+    conditions.find = alerts_seen.found(conditions.find)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -101,8 +107,16 @@ def log_line(process: Process | None, record: logging.LogRecord) -> None:
     """Write a record to the log of its process."""
     if process is None or process.output < 0 or process.formatter is None:
         return
+    kind = process.pid, record.name, str(record.msg)
+    logged = process.machine.records[kind]
+    logged[0] += 1
     if not process.repeats.filter(record):
         return
+    logged[1] += 1 + getattr(record, "suppressed", 0)
+    if logged[1] > logged[0]:
+        process.machine.failures.append(
+            f"{process} says that {logged[1]} records were logged, {logged[0]} were: {record.msg}"
+        )
     text = process.formatter.format(record)
     machine = process.machine
     try:
