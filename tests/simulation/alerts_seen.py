@@ -40,7 +40,7 @@ def _wrong(conditions: Any, facts: Any) -> Iterator[str]:
             ended = any(workers[one].restarts for one in row.workers if one in workers)
             awaited = machine.last_asked_s(key.subject) > machine.now_s - _AWAITED_S
             if row.ready or not (ended or awaited or row.state == "failed"):
-                yield f"{key}: {condition.text}: nobody waits for it"
+                yield f"{key}: {condition.text}: no request waits for it"
         elif key.alert == FRONTEND_DOWN.name and facts.frontends[key.subject] is not None:
             yield f"{key}: it answers"
     full = {key.subject for key in conditions if key.alert == DISK_FULL.name}

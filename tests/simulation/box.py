@@ -116,8 +116,8 @@ class Box:
             "HOME": str(directory),
             "PATH": os.environ.get("PATH", ""),
             "DYN_SYSTEM_PORT": "0",
-            "DYN_SERVE_RESTART_BURST": "100000",
-            "DYN_SERVE_RESTART_WINDOW_S": "1",
+            "DYN_SERVE_RESTART_BURST": str(scenario.restarts[0]),
+            "DYN_SERVE_RESTART_WINDOW_S": str(scenario.restarts[1]),
             "DYN_LOG": "info",
             **scenario.limits.env,
         }
@@ -370,7 +370,7 @@ class Box:
         self, connection: Caller, plan: Plan, call: Call | None, step: Step
     ) -> None:
         connection.ask(call, step.what, step.details.get("slow", 0.0))
-        if call is None or call.api != "watch":  # which waits for what may never come
+        if call is None or (call.api != "watch" and not call.drip_s):  # which wait for themselves
             self.open[plan.id] = connection
         record = await connection.perform(plan, REQUEST_TIMEOUT_S)
         self.open.pop(plan.id, None)
@@ -592,6 +592,10 @@ class Box:
     def fault(self, step: Step) -> None:
         """Let the fault of ``step`` happen."""
         dice = random.Random(step.dice)
+        if step.what == "kill live worker":
+            live = sorted(self.presence.live(step.details["service"]), key=lambda one: one.name)
+            self._signal(next(iter(live), None), signal.SIGKILL)
+            return
         act = getattr(self, "_" + step.what.replace(" ", "_"))
         self.machine.note(f"fault {step.number}: {step.what} {step.details}")
         act(dice, step.details["seconds"])

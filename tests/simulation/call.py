@@ -46,6 +46,7 @@ class Call:
     ``case`` is the message that the model writes, if its format matters; ``answer`` its answer, if
     no deployment has to be asked; ``adapter`` is one that comes and goes. ``prompts`` of one body
     have an answer each. ``headed`` are header lines that the answer has; it has none with a "-".
+    With ``drip_s`` the message comes byte by byte, with such pauses.
     ``then`` are calls that follow on the same connection; ``{id}`` in their paths and bodies is the
     id of the answer before.
     """
@@ -67,6 +68,7 @@ class Call:
     adapter: str = ""
     prompts: int = 1
     headed: tuple[str, ...] = ()
+    drip_s: float = 0.0
     then: tuple[Call, ...] = ()
 
     @property

@@ -79,7 +79,10 @@ class Caller(RecordingClient):
             loop = asyncio.get_running_loop()
             loop.call_later(0.5 + plan.cancel_after / 4, self._leave_watch, self.record)
         if call.message:
-            return call.message.replace(b"{model}", self.model.encode())
+            message = call.message.replace(b"{model}", self.model.encode())
+            if call.drip_s:
+                self._drip(self.record, message[1:], call.drip_s)
+            return message[:1] if call.drip_s else message
         body = call.sent if call.sent is not None else b""
         if call.method == "POST" and call.sent is None:
             fields = dict(plan.body)
@@ -91,6 +94,17 @@ class Caller(RecordingClient):
         if call.method == "POST":
             headers += ["content-type: application/json", f"content-length: {len(body)}"]
         return request_head(call.method, path, "127.0.0.1", headers) + body
+
+    def _drip(self, record: Request, rest: bytes, pause_s: float) -> None:
+        """Send a byte now and then, as long as the answer is awaited."""
+
+        def write() -> None:
+            if record is self.record and self.receiving and self._transport is not None:
+                self._transport.write(rest[:1])
+                self._drip(record, rest[1:], pause_s)
+
+        if rest:
+            asyncio.get_running_loop().call_later(pause_s, write)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep it, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from call import FRONTEND, WORKER, Call
@@ -122,6 +123,8 @@ def wire_edges() -> Iterator[Call]:
     yield message("a version", f"GET /live HTTP/2.0\n{host}", 505)
     yield message("a type", f"POST /tokenize HTTP/1.1\n{host}\nContent-Type: text/plain\n"
                   "Content-Length: 2", 415, body=b"{}")  # fmt: skip
+    slow = message("a head that comes slowly", f"{get}\n{host}", 408, "head did not arrive")
+    yield replace(slow, drip_s=4.0)
     vary, named = "vary: Origin", f"access-control-allow-origin: {ORIGIN}"
     closed = f"/v1/requests HTTP/1.1\n{host}\nOrigin: {ORIGIN}"
     asked = "Access-Control-Request-Method: GET"

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -97,18 +98,33 @@ def write_trace(directory: Path) -> None:
 
 
 def learn_verbs() -> None:
-    """Note what the verbs that compute alone print."""
+    """Note what the verbs that compute alone print, in a process of their own."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with os.fdopen(write, "wb") as file:
+            file.write(msgspec.json.encode(_printed()))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        ANSWERS.update(msgspec.json.decode(file.read(), type=dict[str, Answer]))
+    os.waitpid(pid, 0)
+
+
+def _printed() -> dict[str, Answer]:
     import tempfile
 
     from dynamo.cli.main import main
 
+    found = {}
     with tempfile.TemporaryDirectory(prefix="simulate-") as name:
         write_trace(Path(name))
         for words in _COMPUTED:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
                 status = main([word.replace(STATE, name) for word in words])
-            ANSWERS[" ".join(words)] = Answer(printed.getvalue(), str(status), 0, 0)
+            found[" ".join(words)] = Answer(printed.getvalue(), str(status), 0, 0)
+    return found
 
 
 def draw_verbs(dice: random.Random, profile: Profile) -> Iterator[tuple[str, ...]]:

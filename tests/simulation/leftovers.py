@@ -177,7 +177,7 @@ def _peers(process: Process) -> Iterator[str]:
     known = [peer for client in clients for peer in client._peers.values()]
     for part in process.parts:
         if type(part) is kinds[_PEER] and part._timer is not None and part not in known:
-            yield f"{process} probes a worker that nobody follows"
+            yield f"{process} probes a worker without a follower"
 
 
 def _without_worker(process: Process, picker: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ from keys import keyed
 from pins import with_pins
 from relay import attached
 from shell import with_shells
-from situations import situated
+from situations import dying, situated
 from visit import visited
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
@@ -282,6 +282,8 @@ class Scenario:
     is_calm: bool = False
     overlap: float = 0.0
     limits: surface.Limits = surface.NO_LIMITS
+    restarts: tuple[int, float] = (100_000, 1.0)
+    """After so many deaths within so many seconds the arbiter gives a worker up."""
     format: str = ""
     has_shells: bool = False
     """Whether operators read it with verbs, so that its arbiter has threads and logs."""
@@ -334,7 +336,9 @@ def make_scenario(
     steps = surface.with_fields(seed, steps)
     graph = surface.configured(seed, graph)
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s, overlap=overlap)
-    scenario = _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
+    scenario = _with_clock(
+        scenario if rates.requests else _cut(dying(_aimed(_calm(scenario)), PROFILES, Step))
+    )
     ask = partial(_request, profile=chosen)
     return scenario if rates.requests else _with_surface(scenario, ask)
 

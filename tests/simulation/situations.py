@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from scenario import Profile, Scenario, Step
 
-__all__ = ["situated"]
+__all__ = ["dying", "situated"]
 
 _SHARE = 0.4
+_DYING_SHARE = 0.06
+_DYING_BURST, _DYING_WINDOW_S = 3, 3.0
+_DEATHS_S = (0.5, 1.7, 5.0, 6.2, 9.5, 10.7, 14.0)
 _LONG = (5, 6, 12, 13, 19, 20)
 """Entries of the pool with answers of many tokens."""
 _KV = "  router-mode: kv\n"
@@ -144,6 +147,25 @@ _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
 }
 
 
+def dying(scenario: Scenario, profiles: dict[str, Profile], make: Callable[..., Step]) -> Scenario:
+    """Let a worker die often in some boxes where nothing else happens, but never thrice in 3 s.
+
+    So its arbiter never gives it up.
+    """
+    dice = random.Random(f"deaths {scenario.seed}")
+    if dice.random() >= _DYING_SHARE or profiles[scenario.profile].planner or scenario.is_calm:
+        return scenario
+    service = dice.choice(profiles[scenario.profile].services)
+    steps = [one for one in scenario.steps if one.kind == "request"]
+    for death_s in _DEATHS_S:
+        details = {"service": service, "seconds": 0.0}
+        at_s = round(death_s + dice.random() * 0.2, 4)
+        steps.append(make(0, at_s, "fault", "kill live worker", 0, details))
+    steps.sort(key=lambda step: step.at_s)
+    numbered = tuple(replace(step, number=number) for number, step in enumerate(steps))
+    return replace(scenario, steps=numbered, restarts=(_DYING_BURST, _DYING_WINDOW_S))
+
+
 def situated(
     scenario: Scenario,
     profile: Profile,
@@ -159,6 +181,7 @@ def situated(
         able = ["waking", "waking", *able[1:]]
     name = dice.choice(able)
     busy = scenario.is_calm or scenario.is_cut or bool(scenario.limits)
+    busy = busy or scenario.restarts[0] == _DYING_BURST
     if dice.random() >= _SHARE or busy or "{keys}" in scenario.graph:
         return scenario
     graph = scenario.graph
