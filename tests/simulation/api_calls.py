@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import random
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from api_tokens import decoded, encoded
-from call import LISTING, Call
+from call import LISTING, TEAPOT, Call
 from history import Answer
 from machine import START_S
 from presence import API
@@ -26,6 +27,7 @@ __all__ = [
     "FORGOTTEN",
     "SPOKEN_TOKENS",
     "api_calls",
+    "calls_of",
     "certain_of_api",
     "lost_api",
     "with_api",
@@ -62,6 +64,15 @@ def api_calls() -> Iterator[Call]:
     yield from _vector_calls()
     for model in MODELS:
         yield from written_calls(model)
+
+
+def calls_of(graph: str) -> list[Call]:
+    """Return the calls to lasting models of the worker of ``graph`` that it does not refuse."""
+    written = re.findall(r"  written: (\S+)", graph)
+    calls = [*_counted_calls(), *_spoken_calls(), *_vector_calls()]
+    calls += [call for names in written for model in names.split(",")
+              for call in written_calls(model)]  # fmt: skip
+    return [call for call in calls if not call.adapter and call.status != TEAPOT]
 
 
 def _words(count: int, what: str) -> str:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "draw_verbs",
     "files_of",
     "learn_verbs",
+    "statefile",
     "write_files",
 ]
 
@@ -46,7 +47,7 @@ MODEL = "{model}"
 ASKING = ("bench", "chat")
 """Verbs whose requests are those of no client."""
 MESSAGE = "What is asked at a shell?"
-_TRACE, _BODIES, _KEYS = (f"{STATE}/{KEPT}{name}" for name in ("trace", "bodies", "keys"))
+_TRACE, _KEYS = (f"{STATE}/{KEPT}{name}" for name in ("trace", "keys"))
 _GRAPH, _UNITS = f"{STATE}/{KEPT}graph.yaml", f"{STATE}/{KEPT}units"
 _BENCH_REQUESTS, _BENCH_TOKENS = 6, 5
 _TRACED = 12
@@ -67,19 +68,34 @@ _COMPUTED: tuple[tuple[str, ...], ...] = (
 
 
 def write_files(directory: Path) -> None:
-    """Write what verbs read: a trace, keys that a group may read, statefiles."""
+    """Write what verbs read: a trace, keys that a group may read, models of llama-swap."""
     write_trace(directory)
     keys = directory / _OPEN_KEYS.rpartition("/")[2]
     keys.write_text(f"alice:user:{'0' * 64}\n", encoding="utf-8")
     keys.chmod(0o640)
-    for name, fields in _STATEFILES.items():
-        own = {
-            "namespace": f"{KEPT}{name}",
-            "circus_endpoint": "ipc:///a",
-            "components": {},
-            "environment": {"DYNAMO_SERVICE_CONFIG": "{}"},
-        }
-        (directory / f"{KEPT}{name}.json").write_text(json.dumps(own | fields), encoding="utf-8")
+    (directory / f"{KEPT}swap").write_text(_SWAP_TEXT, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def statefile(directory: Path, words: Sequence[str]) -> Iterator[None]:
+    """Write the statefile of the namespace that a verb names while it runs."""
+    namespace = words[-1]
+    name = namespace.removeprefix(KEPT)
+    if name not in _STATEFILES or name == namespace:
+        yield
+        return
+    own = {
+        "namespace": namespace,
+        "circus_endpoint": "ipc:///a",
+        "components": {},
+        "environment": {"DYNAMO_SERVICE_CONFIG": "{}"},
+    }
+    path = directory / f"{namespace}.json"
+    path.write_text(json.dumps(own | _STATEFILES[name]), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 def write_trace(directory: Path) -> None:
@@ -149,6 +165,8 @@ def draw_verbs(dice: random.Random, profile: Profile) -> Iterator[tuple[str, ...
              *dice.choice(((), ("--no-stream",), ("--rate", "9"))),
              *dice.choice(((), ("--endpoint-type", "completions", "--prompt-format", "tokens")))),
         ),
+        (("init", "--from", _SWAP, "--write", _SWAPPED, "--yes"),
+         ("install-service", _SWAPPED, "--user", "--print")),
         (("chat", MESSAGE, *url, *model, "--max-tokens", "9"),),
         (("key", "list", "--api-key-file", _OPEN_KEYS),
          *(("state", "show", "--json", "--namespace", f"{KEPT}{name}") for name in _STATEFILES)),
@@ -158,6 +176,43 @@ def draw_verbs(dice: random.Random, profile: Profile) -> Iterator[tuple[str, ...
         yield from chain
 
 
+_SWAP, _SWAPPED = f"{STATE}/{KEPT}swap", f"{STATE}/{KEPT}swapped.yaml"
+_SWAP_TEXT = """
+healthCheckTimeout: 60
+macros:
+  server: llama-server --port ${PORT} -ngl 99
+models:
+  small:
+    cmd: ${server} -m /models/small.gguf -c 4096
+    aliases: [tiny, mini]
+    ttl: 300
+  large:
+    cmd: |
+      ${server}
+      -m /models/large.gguf
+    env: ["SOME=0"]
+  coder:
+    cmd: llama-server --port ${PORT} -m /models/coder.gguf
+    concurrencyLimit: 4
+groups:
+  together:
+    swap: false
+    members: [small, coder]
+hooks:
+  on_startup:
+    preload: [small]
+"""
+_SWAPPED_SERVICES = {
+    "Small": ("llama-server --port {port} -ngl 99 -m /models/small.gguf -c 4096", None,
+              {"workers": 1, "idle_timeout": "300s", "aliases": ["tiny", "mini"],
+               "hidden": "aliases", "group": ["turns1"]}),
+    "Large": ("llama-server --port {port} -ngl 99 -m /models/large.gguf", None,
+              {"workers": 0, "idle_timeout": "never", "envs": {"SOME": "0"},
+               "group": ["turns1", "turns2"]}),
+    "Coder": ("llama-server --port {port} -m /models/coder.gguf", 4,
+              {"workers": 0, "idle_timeout": "never", "group": ["turns2"]}),
+}  # fmt: skip
+"""What services become of it: command, limit and arguments. Two groups of models take turns."""
 _OPEN_KEYS = f"{STATE}/{KEPT}open"
 _STATEFILES = {
     "newer": {"version": 2},
@@ -273,6 +328,9 @@ def _written(box: Box, shown: Shown) -> Iterator[str]:
 
 
 def _init(box: Box, shown: Shown, files: Mapping[str, str]) -> Iterator[str]:
+    if "--from" in shown.words:
+        yield from _converted(files)
+        return
     graph = yaml.safe_load(files.get(f"{KEPT}graph.yaml", "")) or {}
     frontend, worker = graph.get("Frontend", {}), graph.get("Worker", {})
     own = {name: frontend.get(name) for name in ("http-port", "http-host")}
@@ -280,6 +338,16 @@ def _init(box: Box, shown: Shown, files: Mapping[str, str]) -> Iterator[str]:
     own["workers"] = worker.get("ServiceArgs", {}).get("workers")
     if [*own.values()] != [8123, "127.0.0.1", "dynamo.mocker", "fresh", 3]:
         yield f"it wrote {graph}"
+
+
+def _converted(files: Mapping[str, str]) -> Iterator[str]:
+    """A configuration of llama-swap as a graph: nothing of it is lost."""
+    graph = yaml.safe_load(files.get(f"{KEPT}swapped.yaml", "")) or {}
+    for name, wanted in _SWAPPED_SERVICES.items():
+        service = graph.get(name, {})
+        own = (service.get("exec"), service.get("engine-request-limit"), service.get("ServiceArgs"))
+        if own != wanted or service.get("served-model-name") != name.lower():
+            yield f"{name} is {service}"
 
 
 def _plan(box: Box, shown: Shown, files: Mapping[str, str]) -> Iterator[str]:
@@ -292,7 +360,8 @@ def _plan(box: Box, shown: Shown, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def _unit(box: Box, shown: Shown, files: Mapping[str, str]) -> Iterator[str]:
-    path, unit = str(box.state / _GRAPH.rpartition("/")[2]), files.get("dynamo.service", "")
+    path, unit = shown.words[1].replace(STATE, str(box.state)), files.get("dynamo.service", "")
+    unit = shown.out if "--print" in shown.words else unit
     for text in (f" serve {path}\n", f" reload {path}\n", "WantedBy=default.target"):
         if text not in unit:
             yield f"its unit lacks {text!r}"

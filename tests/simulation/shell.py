@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fake_os
-from exact_verbs import MODEL, STATE, files_of
+from exact_verbs import MODEL, STATE, files_of, statefile
 from machine import Process
 from process_end import ProcessKilled
 
@@ -209,7 +209,8 @@ def _run(box: Box, printed: dict[str, list[str]], shown: Shown, ended: Any) -> N
         words = [_filled(word, names) for word in shown.words]
         if words[:1] == ["record"] and "--help" not in words:
             words[1] = f"{box.state}/{words[1]}"
-        status = main(words)
+        with statefile(box.state, words):
+            status = main(words)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except ProcessKilled:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from api_calls import calls_of
 from calls import draw_call, exact_groups, groups_of
 from exact_verbs import draw_verbs
+from presence import API
 from wire_calls import ORIGIN
 
 if TYPE_CHECKING:
@@ -44,11 +46,15 @@ def visited(scenario: Scenario, profile: Profile, make: Callable[..., Step]) -> 
         del groups["watches"]  # which disturb nothing, and end late
         if "cors-origins" not in graph:
             graph = graph.replace(_RUN, f"{_RUN}  cors-origins: {ORIGIN}\n")
+    written = calls_of(graph) if "\nApi:" in graph else []
     first = max((step.number for step in scenario.steps), default=-1) + 1
     last_s = max((step.at_s for step in scenario.steps), default=0.0)
     steps = list(scenario.steps)
     for number in range(_CALLS):
-        model, details = draw_call(dice, groups, profile.models, profile.frontends)
+        asked, models = groups, profile.models
+        if written and number % 2:
+            asked, models = {"written": written}, (API,)
+        model, details = draw_call(dice, asked, models, profile.frontends)
         details[VISIT] = True
         at_s = round(last_s + number * _EVERY_S, 4)
         steps.append(make(first + number, at_s, "request", model, 0, details))
