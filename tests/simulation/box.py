@@ -305,6 +305,8 @@ class Box:
             body["n"] = 0  # answers of a model
         elif call.prompts > 1:
             body["n"] = call.prompts  # so many answers
+        if call.name.startswith("late key") and not (self.key_changes and self.key_changes[-1][1]):
+            call = replace(call, api="refusal", status=401)
         if "{worker}" in call.headers:
             call = replace(call, headers=self._named(call.headers))
         plan = _plan(step, call.api, body, call.expected)._replace(headers=self._id_header(step))

@@ -302,7 +302,7 @@ def _check_secrets(box: Box) -> Iterator[str]:
     """No key is in a log, in what verbs print, or in a file that is left."""
     texts = {f"the log of {name}": [line for _, line in lines]
              for name, lines in box.machine.logged.items()}  # fmt: skip
-    texts["the history"] = box.machine.history
+    texts["the history"] = [*box.machine.history]
     texts |= {str(one): [one.out, one.err] for one in box.shown if one.words[0] != "key"}
     texts |= {
         path.name: [path.read_text(errors="replace")]

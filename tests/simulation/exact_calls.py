@@ -21,6 +21,8 @@ _VOCABULARY = 4103
 """So many tokens the model has."""
 ADMIN = "dyn-admin-0123456789abcdef0123456789abcdef"
 """The key of an operator, in boxes that demand keys."""
+_LATE = "dyn-carol-0123456789abcdef0123456789abcdef"
+"""It is added and removed while the box runs."""
 _USER = "dyn-alice-0123456789abcdef0123456789abcdef"
 
 
@@ -162,6 +164,9 @@ _KEYS = {"no": "", "a wrong": "dyn-wrong-0123456789", "a user's": _USER, "an ope
 
 def access_calls() -> Iterator[Call]:
     """Each kind of path with each kind of key, in the three ways to send one."""
+    for number in range(6):
+        yield Call(f"late key {number}", "read", "/v1/models", method="GET", needs=FRONTEND,
+                   headers=f"authorization: Bearer {_LATE}\r\n")  # fmt: skip
     for path, is_open, operators in _PATHS:
         for owner, key in _KEYS.items():
             status = 200

@@ -84,7 +84,7 @@ def statefile(directory: Path, words: Sequence[str]) -> Iterator[None]:
     if name not in _STATEFILES or name == namespace:
         yield
         return
-    own = {
+    own: dict[str, Any] = {
         "namespace": namespace,
         "circus_endpoint": "ipc:///a",
         "components": {},
@@ -214,7 +214,7 @@ _SWAPPED_SERVICES = {
 }  # fmt: skip
 """What services become of it: command, limit and arguments. Two groups of models take turns."""
 _OPEN_KEYS = f"{STATE}/{KEPT}open"
-_STATEFILES = {
+_STATEFILES: dict[str, dict[str, Any]] = {
     "newer": {"version": 2},
     "foreign": {"version": 1, "other": {"a": 1}},
     "unnamed": {"version": 1, "namespace": "another"},

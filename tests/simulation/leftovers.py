@@ -172,11 +172,11 @@ def check_leftovers(box: Box) -> Iterator[str]:
 
 def _peers(process: Process) -> Iterator[str]:
     """A worker is probed as long as someone follows it."""
-    kinds = {name: _class(name) for name in (_PEER, _CLIENT)}
-    clients = [part for part in process.parts if type(part) is kinds[_CLIENT]]
+    named = [(f"{type(part).__module__}:{type(part).__qualname__}", part) for part in process.parts]
+    clients: list[Any] = [part for name, part in named if name == _CLIENT]
     known = [peer for client in clients for peer in client._peers.values()]
-    for part in process.parts:
-        if type(part) is kinds[_PEER] and part._timer is not None and part not in known:
+    for name, part in named:
+        if name == _PEER and part._timer is not None and part not in known:
             yield f"{process} probes a worker without a follower"
 
 

@@ -19,6 +19,7 @@ from history import Answer, Request
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
 from overlap import Overlap
+from planned import check_decisions
 from promises import met
 from reached import Reached
 from scenario import Scenario, Step
@@ -174,6 +175,7 @@ def _judge(box: Box, outcome: Outcome) -> None:
     judge = Judge(box)
     outcome.failures += judge.failures()
     outcome.failures += check_shown(box)
+    outcome.failures += check_decisions(box)
     outcome.shown = count_quiet(box)
     outcome.judged = dict(judge.counts)
     outcome.met = met(box)
