@@ -162,6 +162,7 @@ async def test_kill_silences_the_sink_and_closes_the_stream(tmp_path: Path) -> N
         await plane.quiet()
         assert sink.items == [] and not sink.over
         assert stats.cancellations.value == 1 and stats.inflight.value == 0
+        assert stats.response_bytes.value == 0
         assert plane.tables() == (0, 0, 0, 0)
 
 
