@@ -342,6 +342,7 @@ async def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "got no worker within" in answer.json()["message"]
         record = site.last()
         assert record.worker_wait_s == record.duration_s and record.prepare_s is None
+        assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
 
 
 async def test_a_clock_that_is_set_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

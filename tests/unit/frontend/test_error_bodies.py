@@ -28,6 +28,7 @@ _DECODE = "Failed to deserialize the JSON body into the target type: "
         (Overloaded("full"), "server_error", None, "overloaded"),
         (EngineFailure("cuda"), "server_error", None, "engine_failure"),
         (HttpFailure("slow down", 429), "rate_limit_error", None, "http"),
+        (HttpFailure("its own 529", 529), "server_error", None, "http"),
         (InvalidArgument(_TOO_LONG), "invalid_request_error", None, "context_length_exceeded"),
         (InvalidArgument("Chat template: no"), "invalid_request_error", None, None),
     ],
@@ -39,6 +40,7 @@ def test_every_error_has_openais_object(
     body = json.loads(raw)
     assert status == error.status and body["code"] == status and body["type"]
     message = body["message"]
+    assert message != "Service temporarily overloaded", "said of our own limits, if so chosen"
     assert body["error"] == {"message": message, "type": kind, "param": param, "code": code}
 
 

@@ -303,6 +303,32 @@ async def test_requests_that_shared_the_worker_move_on(place: int) -> None:
     site.settled()
 
 
+async def test_each_worker_gets_one_of_them_at_once() -> None:
+    site = MigratingFleet(workers=4)
+    for _ in range(3):
+        ask(site)
+    first = [one.worker_id for one in site.streams]
+    assert first == [1, 1, 1]
+    die(site, 1)
+    assert sorted(one.worker_id for one in site.streams[3:]) == [2, 3, 4]
+    for stream in site.streams[3:]:
+        finish(stream, [5])
+    await turn()
+    site.settled()
+
+
+async def test_without_migrations_a_pin_is_no_reason_to_fail() -> None:
+    """Its worker has not seen the request: the next one costs nothing."""
+    site = MigratingFleet(limit=0)
+    site.chat(nvext={"backend_instance_id": 1})
+    site.streams[0].sink.on_error(CannotConnect("no"))
+    await turn()
+    assert [stream.worker_id for stream in site.streams] == [1, 2]
+    finish(site.streams[1], [5])
+    await turn()
+    assert site.status == 200
+
+
 async def test_a_request_waits_its_turn_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamo.frontend.requests.cold_start.TRIAL_WAIT_S", 0.01)
     site = MigratingFleet(workers=2)
