@@ -409,6 +409,7 @@ def test_the_default_body_limit_fits_the_contexts() -> None:
     assert bounds.body_limit_bytes([8192, 131072]) == 8 * mib
     assert bounds.body_limit_bytes([8192, None]) == 45 * mib
     assert bounds.body_limit_bytes([10**9]) == 45 * mib
+    assert bounds.body_limit_bytes([8192], media=True) == 45 * mib
 
 
 def test_a_context_full_of_ids_fits_the_default_body_limit() -> None:

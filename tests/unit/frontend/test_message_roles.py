@@ -161,3 +161,30 @@ def test_a_role_of_no_api_is_not_dropped() -> None:
     with pytest.raises(InvalidArgument, match=r"^Chat template: no$"):
         template("refuses").render([said("user", "u"), said("critic", "c")])
     assert template("plain").render([said("critic", "c")]) == "[critic]c"
+
+
+def test_a_result_of_a_function_has_the_id_of_its_call() -> None:
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    messages = [said("user", "q"), call, said("function", "r", name="f")]
+    text = template("mistral").render(messages)
+    assert text == '[user]q[call call00001]{"name": "f", "arguments": {}}[result call00001]r'
+
+
+@pytest.mark.parametrize("call", [7, {"type": "function"}, {"function": None}])
+@pytest.mark.parametrize("name", ["plain", "mistral"])
+def test_a_call_without_its_function_is_refused(name: str, call: object) -> None:
+    messages = [said("user", "q"), said("assistant", "x", tool_calls=[call]), said("user", "z")]
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls: missing `function`"):
+        template(name).render(messages)
+
+
+def test_the_text_of_a_part_of_another_type_is_not_taken_for_its_content() -> None:
+    part = {"type": "audio", "text": "a caption"}
+    with pytest.raises(InvalidArgument, match="this model takes text, got a part of type `audio`"):
+        template("plain").render([{"role": "user", "content": [part]}])
+
+
+def test_templates_may_call_the_methods_of_texts() -> None:
+    text = "{{ messages[0].content.startswith('a') }}{{ messages[0]['content'].split('x') }}"
+    found = ChatTemplate({"default": text}, {}, "here").render([said("user", "axb")])
+    assert found == "True['a', 'b']"

@@ -14,12 +14,14 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.apis.messages.prompt import parse_messages
 from dynamo.frontend.apis.messages.route import prepare_message
 from dynamo.frontend.apis.responses.prompt import parse_response
+from dynamo.frontend.prompt.engine_options import routing_of
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.openai import NvExt
 
 CHAT = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
 
@@ -248,3 +250,24 @@ async def test_off_loop_gives_the_same() -> None:
         expected.n,
     )
     assert chat.rendered_s is not None and len(chat.tokenized_s) == 1
+
+
+NUMBERS = ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank")
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, "prefill_dp_rank", "allowed_worker_ids"])
+def test_ids_of_workers_fit_into_64_bits(name: str) -> None:
+    def routing(number: int) -> object:
+        value: Any = [1, number] if name == "allowed_worker_ids" else number
+        return getattr(routing_of(NvExt(**{name: value}), None, None), name)
+
+    largest = 2**64 - 1
+    assert routing(largest) in (largest, [1, largest]) and routing(0) in (0, [1, 0])
+    with pytest.raises(InvalidArgument, match=rf"nvext\.{name} must be at most {largest}, got "):
+        routing(largest + 1)
+
+
+def test_a_large_body_takes_a_thread_whatever_its_tokenizer_can_do() -> None:
+    preprocessor = Preprocessor(card())
+    assert preprocessor.inline_limit_bytes <= 128 * 1024
+    assert preprocessor.inline_limit_bytes <= preprocessor.tokenizer.inline_limit_bytes

@@ -44,6 +44,11 @@ def completion_error(body: bytes) -> str:
         ({"max_tokens": 2, "min_tokens": 3}, "Min tokens must not exceed max tokens, got 3 > 2"),
         ({"top_logprobs": 3}, "Top_logprobs requires 'logprobs' to be true"),
         ({"stop": ["a", ""]}, "'stop' strings cannot be empty"),
+        ({"stop": ""}, "'stop' strings cannot be empty"),
+        (
+            {"prompt_logprobs": 1, "stream": True},
+            "'prompt_logprobs' is not available when 'stream' is true; leave one out",
+        ),
         ({"best_of": 1, "n": 2}, "'best_of' must not be less than 'n', got 1 < 2"),
         (
             {"best_of": 3},
