@@ -53,7 +53,7 @@ def _override(name: str, raw: str | None) -> Override:
     if raw.startswith("-") and not _NUMBER.fullmatch(raw):
         raise ConfigError(f"--{name} needs a value, got {raw!r}, which looks like a flag")
     path = tuple(name.split("."))
-    verbatim = len(path) > 2 and path[1:3] == ("ServiceArgs", "envs")
+    verbatim = path[1:3] == ("ServiceArgs", "envs")
     return Override(path, raw if verbatim else parse_value(raw), f"--{name}={raw}")
 
 

@@ -150,6 +150,14 @@ def test_the_model_of_a_service_is_that_of_its_command(argv: tuple[str, ...], mo
     assert service.model == model
 
 
+def test_the_entries_of_a_service_are_in_the_order_of_their_numbers() -> None:
+    names = ["d_W_10", "d_W_2", "d_W", "d_W_1"]
+    document = document_of(*({**entry("W"), "watcher_name": name} for name in names))
+    (service,) = read_services(document).values()
+    assert [one.name for one in service.entries] == ["d_W", "d_W_1", "d_W_2", "d_W_10"]
+    assert service.template.name == "d_W"
+
+
 @pytest.mark.parametrize("value", ["2", 1.5, True, [], None])
 def test_bounds_that_are_no_numbers_are_none(value: object) -> None:
     """In a statefile that other programs write."""

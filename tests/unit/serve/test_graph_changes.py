@@ -108,6 +108,16 @@ def test_a_watcher_added_by_command_stays_until_the_graph_names_it() -> None:
     assert none.removed == ["dynamo_A", "dynamo_A_1"]
 
 
+def test_an_added_worker_of_no_service_has_what_all_have_in_common() -> None:
+    text = "A: {run: dynamo.mocker, ServiceArgs: {envs: {X: '1', Y: '2'}}}\n"
+    text += "B: {run: dynamo.mocker, ServiceArgs: {envs: {X: '1', Y: '3'}}}\n"
+    argv = ("python", "-m", "dynamo.mocker")
+    added = plan_added("dynamo_Z", argv, {"CUDA_VISIBLE_DEVICES": "4,5"}, specs(text))
+    assert (added.service, added.gpus, added.gpu) == ("dynamo_Z", ("4", "5"), 2.0)
+    assert added.env["X"] == "1" and "Y" not in added.env
+    assert (added.options, added.pinned, added.declares_model) == ({}, False, False)
+
+
 MODELS = "M: {run: dynamo.mocker, x: 1, ServiceArgs: {workers: 2}}\nB: {run: [python, b.py]}\n"
 
 

@@ -325,6 +325,14 @@ def test_a_reload_starts_what_never_began_but_not_what_a_person_removed(
     assert [line.split()[1] for line in lines_of(world, GRAPH, tmp_path)] == names
 
 
+def test_a_reload_for_which_gpus_are_missing_changes_nothing(world: World, tmp_path: Path) -> None:
+    """Something else holds one of them; else the workers before it would start."""
+    world.vanish("dynamo_A_2")  # its processes have not exited
+    reply = reload_of(world, GRAPH.replace("mocker,", "mocker, speedup-ratio: 2,"), tmp_path)
+    assert reply["status"] == "error" and reply["graph_is_wrong"]
+    assert "dynamo_A_2 needs 1 GPU, 0 of 3 free" in reply["reason"] and world.done == []
+
+
 def test_a_worker_whose_owner_names_its_gpus_needs_no_free_one(
     world: World, tmp_path: Path
 ) -> None:

@@ -221,6 +221,21 @@ def test_override_of_an_environment_stays_text() -> None:
     assert worker("--Worker.ServiceArgs.envs.COUNT=true").envs["COUNT"] == "true"
 
 
+@pytest.mark.parametrize(
+    ("run", "program"),
+    [
+        ("[python, -m, my.module, x]", "my.module"),
+        ("[python, -m]", None),
+        ("[python, my.py]", None),
+        ("[torchrun, -m, my.module]", None),
+        ("my.module", "my.module"),
+    ],
+)
+def test_the_module_of_a_command_is_that_of_python(run: str, program: str | None) -> None:
+    (service,) = graph(f"A: {{run: {run}}}").services
+    assert service.program == program
+
+
 def test_override_of_common_reaches_the_subscribed() -> None:
     assert worker("--Common.model=large").flags[:2] == ("--model", "large")
 

@@ -208,6 +208,16 @@ async def test_a_watcher_that_is_busy_or_waits_starts_nothing(why: str) -> None:
     assert started == []
 
 
+async def test_a_watcher_that_has_drained_starts_nothing_more() -> None:
+    """The periodic check of circus may come before its removal."""
+    watcher = watcher_of()
+    watcher.arbiter.stopping, watcher._drained, watcher._status = False, True, "active"
+    watcher.numprocesses = 1
+    watcher.cmd = watcher.args = None  # nothing to start
+    await watcher.spawn_processes()
+    assert watcher.processes == {} and watcher.given_up is None
+
+
 async def test_a_dead_process_is_replaced_without_a_new_claim_of_its_gpu() -> None:
     """It is its own still; and its deaths are not forgotten, as they are with a manual start."""
     watcher, spawned = watcher_of(), []

@@ -107,6 +107,15 @@ async def test_the_reminder_leaves_out_workers_that_were_removed(
     assert "ns_A: not running" in arbiter.texts[0] and "ns_B" not in arbiter.texts[0]
 
 
+def test_what_failed_is_named(tmp_path: Path) -> None:
+    arbiter = Announcements("ns_A", "ns_B", "ns_C")
+    arbiter.watchers[0].given_up = "5 deaths within 60 s"
+    arbiter.watchers[1].deaths = 2
+    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"))
+    made._arbiter, made._leases = arbiter, SimpleNamespace(different=dict)  # type: ignore[assignment]
+    assert made._failures() == ["given up: ns_A", "restarted: ns_B (2 exits)"]
+
+
 async def test_a_model_card_makes_a_worker_ready(tmp_path: Path) -> None:
     """A lease alone does not: an engine holds one while it loads the model."""
     changes = asyncio.Event()

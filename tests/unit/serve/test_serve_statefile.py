@@ -320,9 +320,32 @@ def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_lock_that_others_hold_costs_no_descriptor(tmp_path: Path) -> None:
+    """And little of the CPU: it is tried now and then."""
+    holder, waiting = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    holder.acquire()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(20):
+        assert not waiting.try_acquire()
+    tries, tried = 0, waiting.try_acquire
+
+    def counted() -> bool:
+        nonlocal tries
+        tries += 1
+        return tried()
+
+    waiting.try_acquire = counted  # type: ignore[method-assign]
+    with pytest.raises(StatefileError, match="another process has held"):
+        waiting.acquire(timeout_s=0.1)
+    assert tries < 100
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    holder.release(remove=True)
+
+
 def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
     """Threads that lock, remove and lock again never hold the lock at the same time."""
     path, inside, worst = tmp_path / "lock", [0], [0]
+    before = len([*Path("/proc/self/fd").iterdir()])
 
     def work() -> None:
         for _ in range(200):
@@ -339,6 +362,7 @@ def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert worst[0] == 1
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 def test_a_failed_removal_releases_its_lock(tmp_path: Path) -> None:

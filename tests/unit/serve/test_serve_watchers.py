@@ -90,6 +90,14 @@ def test_shortage_is_an_error_with_the_table() -> None:
     assert "GPU 0: dynamo_A\n" in caught.value.message
     assert "GPU 1: dynamo_A_1\n" in caught.value.message
     assert "--gpus N" in caught.value.message
+    with pytest.raises(ConfigError, match="GPU 0: dynamo_A\n  GPU 1: free"):
+        place(
+            specs(
+                text.replace("workers: 3", "workers: 1")
+                + text.replace("A", "B", 1).replace("gpu: 1", "gpu: 2")
+            ),
+            of(0, 1),
+        )
 
 
 def test_vectors_of_dynamos_allocator() -> None:
