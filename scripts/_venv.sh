@@ -5,7 +5,7 @@
 # Fast while the packaging files and the compiled sources are unchanged.
 
 venv_ready() {
-    local extra="${1:-}" root stamp now spec packages
+    local extra="${1:-}" root stamp now build packages
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     mkdir -p "$root/.venv"
     (
@@ -16,19 +16,27 @@ venv_ready() {
         if [ "$(cat "$stamp" 2>/dev/null)" != "$now" ] &&
             ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
             _venv_create "$root" || exit 1
-            spec="$root${extra:+[$extra]}"
             echo "scripts: installing into .venv; compiling costs 75 s of CPU time, once for all" >&2
             # pip shows no output of a build: setup.py writes its progress to our terminal.
             export DYNAMO_PROGRESS="/proc/$BASHPID/fd/2"
+            mapfile -t packages < <(_venv_packages "$root" dependencies ${extra:+"$extra"})
             if [ -n "$extra" ] && [ "$(cat "$root/.venv/.installed" 2>/dev/null)" = "$now" ]; then
                 # The package is built: its extra adds packages alone.
-                mapfile -t packages < <(_venv_extra "$root" "$extra")
                 _venv_pip "$root" "${packages[@]}" >&2 || exit 1
             elif [ -z "$extra" ] && _venv_locked "$root" >&2; then
                 _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 || exit 1
             else
-                _venv_pip "$root" -e "$spec" >&2 || exit 1
+                # Packages arrive while the extensions are compiled: each takes half a minute.
+                mapfile -t build < <(_venv_packages "$root" build)
+                _venv_pip "$root" "${build[@]}" >&2 || exit 1
+                _venv_pip "$root" "${packages[@]}" >&2 &
+                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 ||
+                    { kill "$!" 2>/dev/null; exit 1; }
+                wait "$!" || exit 1
             fi
+            # pip would compile all of it on one core. Of the packages of an extra, tests use a third.
+            [ -n "$extra" ] ||
+                "$root/.venv/bin/python" -m compileall -q -j 0 "$root/.venv/lib" >/dev/null || true
             _venv_fingerprint "$root" >"$stamp" # computed again: the extensions exist now
         fi
     ) 9<"$root/.venv" || return
@@ -44,28 +52,33 @@ _venv_locked() {
     return 1
 }
 
-# Print the packages of extra $2, also of the extras that it contains.
-_venv_extra() {
-    "$1/.venv/bin/python" -c '
+# Print the packages of each group that follows: "build", "dependencies", or an extra with the extras
+# that it contains.
+_venv_packages() {
+    local root="$1"
+    shift
+    "$root/.venv/bin/python" -c '
 import sys, tomllib
-project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-def packages(extra):
-    for package in project["optional-dependencies"][extra]:
+file = tomllib.load(open(sys.argv[1], "rb"))
+project = file["project"]
+groups = project["optional-dependencies"] | {
+    "build": file["build-system"]["requires"], "dependencies": project["dependencies"]
+}
+def packages(group):
+    for package in groups[group]:
         name, _, extras = package.partition("[")
         if name != project["name"]:
             yield package
         for inner in extras.rstrip("]").split(",") if name == project["name"] else ():
             yield from packages(inner)
-print("\n".join(packages(sys.argv[2])))' "$1/pyproject.toml" "$2"
+print("\n".join(package for group in sys.argv[2:] for package in packages(group)))' \
+        "$root/pyproject.toml" "$@"
 }
 
 _venv_pip() {
     local root="$1"
     shift
-    "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile "$@" ||
-        return
-    # pip would compile all of it on one core.
-    "$root/.venv/bin/python" -m compileall -q -j 0 "$root/.venv/lib" >/dev/null || true
+    "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile "$@"
 }
 
 # Check what a build needs, and create .venv if it is missing, incomplete or of an older Python.

@@ -26,6 +26,8 @@ _LINGER_S = 1.5
 """A worker that was busy counts as busy for a second, or to its next report."""
 _TRAVEL_S = 0.3
 """So long a request may be on its way, and a cancelled one in its worker."""
+_FELT_S = 6.0
+"""So long after a fault a request may lose its worker by it."""
 _BUSY = ("All workers are busy", "Service temporarily overloaded", "worker at capacity")
 _QUEUE = re.compile(
     r'policy class "(\w+)" queue (\w+) limit reached \(current=(\d+), limit=(\d+)\)'
@@ -64,7 +66,8 @@ class Load:
         if not self._limits:
             return False
         first_s = next((one.at_s for one in request.events if one.kind == "text"), request.ended_s)
-        if self._box.causes.found:
+        causes = self._box.causes.of(self._box.models[request.id])
+        if any(one.span.meets(request.started_s - _FELT_S, request.ended_s) for one in causes):
             first_s = request.ended_s  # it may have to find another worker
         if self._limits.queue or self._limits.classes:
             return self._may_queue(request, request.started_s, first_s, self._limits.queue)
@@ -97,16 +100,32 @@ class Load:
 
     def _may_queue(self, request: Request, since_s: float, until_s: float, limit: int) -> bool:
         """Whether more than ``limit`` requests may have waited, one of them at a worker."""
-        seen = self._overlapping(self._box.models[request.id], since_s - _TRAVEL_S, until_s)
-        return sum(one.choices for one in seen) > max(1, limit)
+        return self._most(request, since_s, until_s, _TRAVEL_S) > max(1, limit)
+
+    def _most(
+        self, request: Request, since_s: float, until_s: float, late_s: float, tokens: bool = False
+    ) -> int:
+        """Return the most choices, or prompt ``tokens``, of its model that were open at once.
+
+        Those that have ended count for ``late_s`` longer.
+        """
+        seen = list(self._overlapping(self._box.models[request.id], since_s - late_s, until_s))
+        times = {max(since_s, one.started_s) for one in seen}
+        return max(
+            sum(
+                one.choices * (one.expected.prompt_tokens if tokens else 1)
+                for one in seen
+                if one.started_s <= at_s <= one.ended_s + late_s
+            )
+            for at_s in times
+        )
 
     def _exceeds(self, request: Request, since_s: float, until_s: float) -> bool:
         """Whether each worker may have been busy at some moment."""
         limits, model = self._limits, self._box.models[request.id]
         since_s -= _LINGER_S
         if limits.prefill_tokens:
-            seen = self._overlapping(model, since_s, until_s)
-            tokens = sum(one.choices * one.expected.prompt_tokens for one in seen)
+            tokens = self._most(request, since_s, until_s, _LINGER_S, tokens=True)
             return tokens > limits.prefill_tokens * self._fewest(model, since_s, until_s)
         busy = (
             self._over_blocks(since_s, until_s) if limits.blocks else self._full(since_s, until_s)

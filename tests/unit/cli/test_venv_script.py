@@ -24,9 +24,11 @@ case "$*" in
 *venv*) echo "$*" >>"$LOG"; mkdir -p "${{!#}}/bin"; cat "$0" >"${{!#}}/bin/python"
         chmod +x "${{!#}}/bin/python"; : >"${{!#}}/bin/activate" ;;
 *require-hashes*) echo "locked $version" >>"$LOG"; [ -z "${{LOCK_FAILS:-}}" ] ;;
+*tomllib*" build") echo build-requirement ;;
 *tomllib*) echo dependency-of-extra ;;
-*dependency-of-extra*) echo "extra $version" >>"$LOG" ;;
-*pip*) echo "pip $version" >>"$LOG" ;;
+*build-requirement*) echo "build $version" >>"$LOG" ;;
+*dependency-of-extra*) echo "extra $version" >>"$LOG"; [ -z "${{PACKAGES_FAIL:-}}" ] ;;
+*pip*) echo "pip $version" >>"$LOG"; [ -z "${{BUILD_FAILS:-}}" ] ;;
 esac
 """
 
@@ -116,7 +118,8 @@ def test_a_lock_that_does_not_fit_is_named_and_left_out(machine: Machine) -> Non
     status, text = machine.run(LOCK_FAILS="1")
     assert not status, text
     assert "requirements.lock has no packages for this Python and machine" in text
-    assert machine.done()[1:] == ["locked 3.12", "pip 3.12"]
+    assert machine.done()[1:3] == ["locked 3.12", "build 3.12"]
+    assert sorted(machine.done()[3:]) == ["extra 3.12", "pip 3.12"], "at the same time"
 
 
 def test_an_interrupted_creation_is_repeated(machine: Machine) -> None:
@@ -177,6 +180,18 @@ def test_the_tests_use_the_build_of_serve(tmp_path: Path) -> None:
     assert lines[-3:] == ["locked 3.12", "pip 3.12", "extra 3.12"]
 
 
+@pytest.mark.parametrize("failure", ["PACKAGES_FAIL", "BUILD_FAILS"])
+def test_half_an_installation_is_repeated(machine: Machine, failure: str) -> None:
+    """The build and the packages run beside each other."""
+    machine.python("python3", "3.12")
+    machine.program("fake-c++")
+    assert machine.run("test", **{failure: "1"})[0]
+    before = len(machine.done())
+    assert machine.run("test")[0] == 0
+    assert sorted(machine.done()[before:]) == ["build 3.12", "extra 3.12", "pip 3.12"]
+    assert machine.run("test") == (0, "")
+
+
 def test_the_packages_of_an_extra_are_those_of_the_project(tmp_path: Path) -> None:
     """With the project itself and a real Python: what is installed after the package is built."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -186,7 +201,7 @@ def test_the_packages_of_an_extra_are_those_of_the_project(tmp_path: Path) -> No
         "optional-dependencies"
     ]
     done = subprocess.run(
-        ["bash", "-euc", '. scripts/_venv.sh; _venv_extra "$1" test', "scripts/test", tmp_path],
+        ["bash", "-euc", '. scripts/_venv.sh; _venv_packages "$1" test', "scripts/test", tmp_path],
         cwd=ROOT,
         capture_output=True,
         text=True,
