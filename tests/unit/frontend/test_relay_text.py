@@ -245,7 +245,7 @@ def test_choices_reasoning_and_logprobs() -> None:
 def test_text_completions() -> None:
     parts = [
         {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]}
-        for text, end in (("a", None), ("b", "stop"))
+        for text, end in (("a", None), ("b", None), (None, "stop"))  # the last has no text
     ]
     assert fold(*parts) == {
         "object": "text_completion",

@@ -107,6 +107,12 @@ def test_one_turn_is_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize("part", [{"type": "output_text", "text": "a"}, {"type": "reasoning_text"}])
+def test_reasoning_has_parts_of_its_own(part: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="expected an object of the type `reasoning_text`"):
+        messages({"type": "reasoning", "summary": [], "content": [part]})
+
+
 def test_one_system_message() -> None:
     system = {"role": "system", "content": "b"}
     parts = {"role": "system", "content": [{"type": "text", "text": "c"}]}

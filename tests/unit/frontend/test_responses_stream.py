@@ -16,7 +16,14 @@ from lazy_module import LazyModule
 from migration_kit import MigratingFleet
 from test_request import Site, ids, turn
 
-from dynamo.errors import Disconnected, EngineFailure, Overloaded
+from dynamo.errors import (
+    Disconnected,
+    DynamoError,
+    EngineFailure,
+    HttpFailure,
+    InvalidArgument,
+    Overloaded,
+)
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
 from dynamo.frontend.apis.tokenize import PromptCountRoutes
@@ -158,17 +165,26 @@ async def test_errors_before_the_first_output(site: ResponsesSite) -> None:
     site.settled()
 
 
-async def test_errors_in_the_middle(site: ResponsesSite) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Disconnected("gone"), "server_error"),
+        (EngineFailure("cuda"), "server_error"),  # status 500
+        (HttpFailure("slow down", 429), "rate_limit_exceeded"),
+        (InvalidArgument("too long"), "invalid_prompt"),
+    ],
+)
+async def test_errors_in_the_middle(site: ResponsesSite, error: DynamoError, code: str) -> None:
     site.ask(stream=True)
     site.streams[0].say(ids(site, "good"))
     await turn()
-    site.streams[0].sink.on_error(Disconnected("gone"))
+    site.streams[0].sink.on_error(error)
     await turn()
     name, data = site.named[-1]
     assert name == "response.failed"
     event_types()[name].model_validate(data, strict=True)
     failed = data["response"]
-    assert failed["status"] == "failed" and failed["error"]["code"] == "server_error"
+    assert failed["status"] == "failed" and failed["error"]["code"] == code
     assert failed["output"][0]["content"][0]["text"] == "good"
     assert site.get(f"GET {PATH}/{failed['id']}")["error"]["message"].endswith("not found.")
     site.settled()
