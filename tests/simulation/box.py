@@ -128,6 +128,7 @@ class Box:
         machine.file_faults = self._file_fault
         machine.on_warning = self._warned
         machine.is_disk_full = partial(self.was_full, FULL_S)
+        machine.lacks_inodes = scenario.seed % 2 == 1
         machine.last_asked_s = self._last_asked_s
         machine.records_load = scenario.limits.blocks > 0
         self.waiting = Waiting()

@@ -116,6 +116,8 @@ class Machine:
         self.is_disk_full: Callable[[], bool] = lambda: False
         self.records: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         """Of each kind of log record of a process: how many, and how many its log tells of."""
+        self.lacks_inodes = False
+        """Whether a full disk has bytes left, and no inodes."""
         self.last_asked_s: Callable[[str], float] = lambda model: 0.0
         """When a request of a model was open last."""
         self.on_warning: Callable[[str], None] = lambda text: None

@@ -27,7 +27,7 @@ def connect_shells() -> None:
     import importlib
 
     from dynamo.cli import main
-    from dynamo.doctor import alert_watch
+    from dynamo.doctor import alert_watch, alerts
     from dynamo.doctor.facts import FileSystemFacts
     from dynamo.status import deployment, reading, status_socket
 
@@ -43,14 +43,17 @@ def connect_shells() -> None:
 
     def file_system(path: Any) -> FileSystemFacts:
         is_full = fake_os.machine().is_disk_full()
-        without_files = is_full and fake_os.machine().seed % 2  # its bytes or its inodes are used
+        without_files = (
+            is_full and fake_os.machine().lacks_inodes
+        )  # its bytes or its inodes are used
         free = 0 if is_full and not without_files else _FREE_BYTES
         files = 0 if without_files else 1000
         return FileSystemFacts(path="/simulated", kind="ext4", free_bytes=free, free_files=files)
 
     vars(alert_watch)["file_system"] = file_system
-    conditions = alert_watch.AlertConditions
-    conditions.find = alerts_seen.found(conditions.find)  # type: ignore[method-assign]
+    alerts.AlertConditions.find = alerts_seen.found(  # type: ignore[method-assign]
+        alerts.AlertConditions.find
+    )
 
 
 @contextlib.contextmanager
