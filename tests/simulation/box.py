@@ -96,6 +96,7 @@ class Box:
         self.models: dict[str, str] = {}
         """The model of each request."""
         self.causes = Causes()
+        self.causes.reload_returns = not self.profile.planner
         machine.attempts = Attempts()
         self.presence = Presence(machine)
         self.presence.on_end = self._process_ended

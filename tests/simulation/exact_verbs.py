@@ -73,6 +73,9 @@ def write_files(directory: Path) -> None:
     keys = directory / _OPEN_KEYS.rpartition("/")[2]
     keys.write_text(f"alice:user:{'0' * 64}\n", encoding="utf-8")
     keys.chmod(0o640)
+    own = directory / _KEYS.rpartition("/")[2]
+    own.write_text(f"old:user:{'1' * 64}", encoding="utf-8")  # an editor left out the line end
+    own.chmod(0o600)
     (directory / f"{KEPT}swap").write_text(_SWAP_TEXT, encoding="utf-8")
 
 
@@ -226,8 +229,17 @@ _UNREADABLE = {
     f"{KEPT}unnamed": "belongs to namespace 'another'",
 }
 """The last words of verbs that read these, and what they say."""
-_KEY_WORDS = (("add", "alice"), ("add", "root", "--role", "operator"), ("add", "alice"),
-              ("list",), ("remove", "alice"), ("remove", "bob"), ("list",))  # fmt: skip
+_KEY_WORDS = (
+    ("add", "alice"),
+    ("add", "root", "--role", "operator"),
+    ("add", "alice"),
+    ("add", "alice.b"),
+    ("list",),
+    ("remove", "alice"),
+    ("remove", "bob"),
+    ("list",),
+)
+_KEPT_KEYS = {"old", "root", "alice.b"}
 
 
 def files_of(directory: Path) -> dict[str, str]:
@@ -380,7 +392,7 @@ def _key(shown: Shown, text: str) -> Iterator[str]:
     elif action == "add" and "alice" not in shown.err:
         yield f"status {shown.status}: {shown.err!r}"
     elif action == "remove":
-        if bool(shown.status) != (name == "bob") or name in lines or "root" not in lines:
+        if bool(shown.status) != (name == "bob") or name in lines or not _KEPT_KEYS <= lines.keys():
             yield f"status {shown.status}, the file has {sorted(lines)}"
     elif action == "list":
         found = {line.split()[0] for line in shown.out.splitlines()[1:]}

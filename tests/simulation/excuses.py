@@ -90,6 +90,8 @@ class Causes:
         self.losses: list[tuple[str, float]] = []
         self.of_the_graph: set[str] = set()
         """The workers that the graph starts; a reload or a new deployment removes the others."""
+        self.reload_returns = True
+        """Whether a reload starts stopped workers; not those of models on demand."""
         self._verbs: dict[int, list[Cause]] = {}
 
     def hit(self, process: Process, why: str, at_s: float, seconds: float = 0.0) -> None:
@@ -136,6 +138,8 @@ class Causes:
 
     def _brought_back(self, verb: str, by: Cause, at_s: float) -> None:
         """End what lasts until a verb like this one."""
+        if verb == "reload" and not self.reload_returns:
+            return
         for cause in self.found:
             lasting = cause.until_s == _NEVER and cause.verb in _LASTING and cause is not by
             if lasting and verb in _LASTING[cause.verb] and cause.meets(by):

@@ -63,7 +63,11 @@ def _wrong(box: Box, at_s: float, model: str, why: str) -> Iterator[str]:
 
 def _is_calm(box: Box, since_s: float, until_s: float) -> bool:
     """Whether no process of the box was hit, stopped or new in that time."""
-    faults = (step.at_s + box.ready_s for step in box.done if step.kind != "request")
+    faults = (
+        step.at_s + box.ready_s
+        for step in box.done
+        if step.kind == "fault" or (step.kind == "operator" and step.what not in _BRINGING)
+    )
     begun = (one.started_s - START_S for one in box.machine.lived if one.program in _REPORTING)
     times = [*faults, *begun]
     stops = (span for spans in box.stops.values() for span in spans)
@@ -72,6 +76,8 @@ def _is_calm(box: Box, since_s: float, until_s: float) -> bool:
     )
 
 
+_BRINGING = ("load", "wake")
+"""Operations after which a model is served, whether anyone asks for it or not."""
 _REPORTING = ("dynamo.frontend", "dynamo.planner")
 
 

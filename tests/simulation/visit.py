@@ -23,6 +23,8 @@ __all__ = ["VISIT", "visited"]
 
 VISIT = "visit"
 """The detail of steps that wait until all is quiet."""
+_KEEPING = ("circus stop", "circus decr", "circus rm", "pause planner")
+"""Operations after which workers on demand may lack a GPU for ever."""
 _SHARE = 0.3
 _CALLS = 50
 _EVERY_S = 0.02
@@ -33,11 +35,12 @@ def visited(scenario: Scenario, profile: Profile, make: Callable[..., Step]) -> 
     """Let many requests come to some boxes at the end. The other steps keep their numbers.
 
     Those with keys get requests with each kind of key. Boxes with limits or a relay refuse for
-    reasons of their own.
+    reasons of their own, and those whose operators keep GPUs from the planner.
     """
     dice = random.Random(f"visit {scenario.seed}")
     other = "dynamo.attach" in scenario.graph or scenario.is_cut or bool(scenario.limits)
-    if not scenario.seed or dice.random() >= _SHARE or other:
+    removed = profile.planner and any(step.what in _KEEPING for step in scenario.steps)
+    if not scenario.seed or dice.random() >= _SHARE or other or removed:
         return scenario
     graph, has_keys = scenario.graph, "{keys}" in scenario.graph
     groups = exact_groups(has_keys)
