@@ -185,11 +185,7 @@ class Judge:
         if request.id not in self._box.asked:
             return 0
         name, fields = self._box.asked[request.id]
-        stopped = any(
-            span.meets(request.started_s - _LONGEST_STOP_S, request.ended_s)
-            for frontend in self._frontends(self._box.ports[request.id])
-            for span in self._box.stops.get(frontend.pid, ())
-        )
+        stopped = self._is_stopped(request, request.started_s - _LONGEST_STOP_S)
         if name == LATE and stopped and self._box.key_changes:
             return -1  # it may not have read the file yet
         changes, ended_s = self._box.key_changes, request.ended_s
@@ -249,7 +245,10 @@ class Judge:
 
     def _blind(self, request: Request) -> bool:
         """Whether its frontend was stopped, so it may not know the workers yet."""
-        since_s = request.ended_s - NOTICE_S
+        return self._is_stopped(request, request.ended_s - NOTICE_S)
+
+    def _is_stopped(self, request: Request, since_s: float) -> bool:
+        """Whether a frontend of its port was stopped at a time from ``since_s`` to its end."""
         return any(
             span.meets(since_s, request.ended_s)
             for frontend in self._frontends(self._box.ports[request.id])
@@ -272,7 +271,9 @@ class Judge:
     def _may_lose(self, request: Request) -> bool:
         """Whether it may have lost two workers before its first token, or more than may migrate."""
         first_s = next((one.at_s for one in request.events if one.kind == "text"), request.ended_s)
-        died = self._losses(request, first_s, drained=False)
+        # It may be sent to workers that have drained long ago.
+        stopped = self._is_stopped(request, request.started_s - NOTICE_S)
+        died = self._losses(request, first_s, drained=stopped)
         return died > 1 or self._losses(request, request.ended_s) > MIGRATIONS
 
     def _losses(self, request: Request, until_s: float, drained: bool = True) -> int:

@@ -57,12 +57,12 @@ class Peer:
         """Take the worker out of routing, and probe it after a pause."""
         if self._loop.time() - self._answered_s > self._longest_pause_s and self.reason is None:
             self._failures = 0
-        if self.reason != "silent":
-            self._set("unreachable", text)
         if self._timer is None:
             pause_s = _FIRST_PAUSE_S * 2 ** min(self._failures, _DOUBLINGS)
             self._failures += 1
             self._timer = self._loop.call_later(min(pause_s, self._longest_pause_s), self._probe)
+        if self.reason != "silent":
+            self._set("unreachable", text)  # last: a listener may leave, and end the probes
 
     def answered(self) -> None:
         """Return the worker to routing: it has sent a frame."""
@@ -75,6 +75,7 @@ class Peer:
         self.listeners.clear()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _probe(self) -> None:
         self._timer = None

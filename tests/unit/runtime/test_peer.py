@@ -183,7 +183,11 @@ async def test_the_end_of_an_old_connection_leaves_the_new_one() -> None:
     await client.close()
 
 
-async def test_the_last_follower_ends_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_the_last_follower_ends_the_probes(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Later, or while it is notified of the outage."""
     monkeypatch.setattr(requests_client, "_FIRST_PAUSE_S", 0.0)
     client = RequestClient(RequestPlaneSettings(), longest_pause_s=0.0)
     probed: list[str] = []
@@ -191,13 +195,16 @@ async def test_the_last_follower_ends_the_probes(monkeypatch: pytest.MonkeyPatch
 
     def listener(reason: OutageReason | None, text: str) -> None:
         followed.append(text)
+        if at_once:
+            client.unfollow(ADDRESS, listener)
 
     client.follow(ADDRESS, listener)
     connection = client.connection(ADDRESS)
     monkeypatch.setattr(client, "connection", probed.append)
     connection.lose(Disconnected("gone"))
     assert followed == ["gone"]
-    client.unfollow(ADDRESS, listener)
+    if not at_once:
+        client.unfollow(ADDRESS, listener)
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert probed == []
