@@ -35,6 +35,17 @@ def test_runtime_config_stores_engine_data() -> None:
         config.set_engine_specific("mode", "{")
 
 
+def test_empty_values_of_a_runtime_config_are_values() -> None:
+    config = ModelRuntimeConfig()
+    for text in ("0", "false", "{}", "[]"):
+        config.set_engine_specific("empty", text)
+        assert config.get_engine_specific("empty") == text
+    config.set_engine_specific("empty", '""')
+    assert config.get_engine_specific("empty") == ""
+    with pytest.raises(ValueError, match="kv_transfer_enforcement must be one of .*, got ''"):
+        config.kv_transfer_enforcement = ""
+
+
 @pytest.mark.parametrize(("code", "message"), [(600, "x"), (-1, "x"), ("400", "x"), (400, b"x")])
 def test_http_errors_are_checked(code: object, message: object) -> None:
     with pytest.raises(ValueError):
