@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def test_aiconfigurator_estimates() -> None:
     short, long = model.predict(256, 0), model.predict(8192, 0)
     assert short is not None and long is not None
     assert 0.001 < short < long < 10.0
+
+
+def test_estimates_of_aiconfigurator_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One estimate takes milliseconds: a decision takes none."""
+    asked: list[int] = []
+
+    def estimate(model: str, system: str, *, isl: int, prefix: int, **more: Any) -> Any:
+        asked.append(isl)
+        return SimpleNamespace(ttft=10.0 + (isl - prefix) / 5)
+
+    monkeypatch.setattr("dynamo.router.prefill_model._estimator", lambda: estimate)
+    model = prefill_model(of(prefill_load_model="aic", **{**AIC, "ais_system": "of this test"}))
+    count = len(asked)
+    assert model is not None and model.predict(4000, 0) == pytest.approx(0.81, rel=0.05)
+    assert len(asked) == count > 0
 
 
 class Box:
