@@ -42,7 +42,7 @@ def test_empty_values_of_a_runtime_config_are_values() -> None:
         assert config.get_engine_specific("empty") == text
     config.set_engine_specific("empty", '""')
     assert config.get_engine_specific("empty") == ""
-    with pytest.raises(ValueError, match="kv_transfer_enforcement must be one of .*, got ''"):
+    with pytest.raises(ValueError, match=r"kv_transfer_enforcement must be one of .*, got ''"):
         config.kv_transfer_enforcement = ""
 
 
