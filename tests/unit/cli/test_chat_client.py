@@ -97,3 +97,10 @@ def test_the_screen_dims_reasoning_and_drops_control_characters(
         screen.show(*piece)
     screen.end()
     assert capsys.readouterr().out == "\x1b[2mthink]0;title\n\x1b[0msay[2J\ttab\n\x1b[0m"
+
+
+async def test_the_reason_of_the_end_stays_when_chunks_follow_it() -> None:
+    """Such as that of the usage, or of another choice."""
+    ends = event(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+    answer, _ = await talk(STREAM, delta(content="a") + ends + delta() + b"data: [DONE]\n\n")
+    assert answer.finish_reason == "length"
