@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 from deployment import ROOT, Deployment, free_port
 from metric_specs import AnySpec, absent_names, declared_in, kind_of
-from prometheus_client.parser import text_string_to_metric_families
 from promql import uses
 
 from dynamo.frontend.requests import metrics as frontend
@@ -57,32 +57,44 @@ WORKER = declared_in(mocker, admission, publish)
 SPECS = {spec.name: spec for spec in [*declared_in(frontend, queue, runtime), *WORKER]}
 
 
+_SAMPLE = re.compile(r"^([\w:]+)(\{.*\})? (\S+)", re.MULTILINE)
+
+
 class Pages:
     """The two pages; the greatest value of every metric so far."""
 
     def __init__(self, deployment: Deployment, worker_port: int) -> None:
         self._urls = [f"{deployment.url}/metrics", f"http://127.0.0.1:{worker_port}/metrics"]
         self.greatest: dict[str, float] = {}
-        self.labels: dict[str, set[str]] = {}
+        self._labels: dict[str, set[str]] = {}
 
     def read(self) -> None:
-        """One scrape. A family's value is the sum of its samples, a histogram's that of counts."""
+        """One scrape. The value of a name is the sum of its samples."""
         for url in self._urls:
             with urllib.request.urlopen(url, timeout=20) as answer:
                 text = answer.read().decode()
-            for name, labels in re.findall(r"^([\w:]+)(\{.*\})? ", text, re.MULTILINE):
-                self.labels.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
-            for family in text_string_to_metric_families(text):
-                counted = family.name + ("_count" if family.type == "histogram" else "")
-                name = family.name + ("_total" if family.type == "counter" else "")
-                seen = sum(s.value for s in family.samples if s.name in (name, counted))
+            sums: defaultdict[str, float] = defaultdict(float)
+            for name, labels, value in _SAMPLE.findall(text):
+                sums[name] += float(value)
+                self._labels.setdefault(name, set()).add(labels)
+            for name, seen in sums.items():
                 self.greatest[name] = max(seen, self.greatest.get(name, 0.0))
 
+    @property
+    def labels(self) -> dict[str, set[str]]:
+        """The names of the labels of each name."""
+        return {
+            name: {label for one in found for label in re.findall(r'(\w+)="', one)}
+            for name, found in self._labels.items()
+        }
+
     def value(self, spec: AnySpec) -> float | None:
-        """The greatest value so far; None if it was never exported."""
-        name = spec.name
-        if kind_of(spec) == "counter" and not name.endswith("_total"):
+        """The greatest value so far, a histogram's of its count; None if it was never exported."""
+        name, kind = spec.name, kind_of(spec)
+        if kind == "counter" and not name.endswith("_total"):
             name += "_total"
+        if kind == "histogram":
+            name += "_count"
         return self.greatest.get(name, self.greatest.get(spec.name))
 
 
@@ -136,7 +148,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
         deployment.wait_for_workers(1)
         seen = Pages(deployment, port)
         for requests in traffic(deployment, seen):
-            while wait(requests, timeout=0.005).not_done:
+            while wait(requests, timeout=0.02).not_done:
                 seen.read()
             assert {request.result() for request in requests} <= {200, 503}
         nonsense(deployment)
