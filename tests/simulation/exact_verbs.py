@@ -392,7 +392,7 @@ def _key(shown: Shown, text: str) -> Iterator[str]:
     elif action == "add" and "alice" not in shown.err:
         yield f"status {shown.status}: {shown.err!r}"
     elif action == "remove":
-        if bool(shown.status) != (name == "bob") or name in lines or not _KEPT_KEYS <= lines.keys():
+        if bool(shown.status) != (name == "bob") or name in lines or not lines.keys() >= _KEPT_KEYS:
             yield f"status {shown.status}, the file has {sorted(lines)}"
     elif action == "list":
         found = {line.split()[0] for line in shown.out.splitlines()[1:]}

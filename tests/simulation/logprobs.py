@@ -69,6 +69,7 @@ class Entries:
 
     def __init__(self) -> None:
         self._count = 0
+        self._nulls = 0
         self._bytes: dict[int, list[int]] = {}
         self._texts: dict[int, str] = {}
 
@@ -85,6 +86,7 @@ class Entries:
                 self._bytes.setdefault(index, []).extend(one["bytes"])
         else:
             self._count += len(found["tokens"])
+            self._nulls += found["token_logprobs"].count(None)
 
     def check(self, record: Request, body: Mapping[str, Any]) -> Iterator[str]:
         """Yield what is wrong with those of a whole answer."""
@@ -97,6 +99,8 @@ class Entries:
             wanted = usage[1] + (usage[0] if body.get("echo") else 0)
         if self._count != wanted:
             yield f"{self._count} entries of logprobs, {wanted} tokens"
+        if wanted and self._nulls != (record.choices if body.get("echo") else 0):
+            yield f"{self._nulls} tokens without log probability"  # the first of a prompt has none
         for index, found in self._bytes.items() if "stop" not in body else ():
             if bytes(found).decode(errors="replace") != self._texts[index]:
                 yield f"logprobs of {bytes(found)!r} beside the text {self._texts[index]!r}"
