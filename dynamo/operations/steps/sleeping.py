@@ -144,7 +144,9 @@ async def sleep_worker(access: LocalAccess, engines: RemoteEngines, entry: Entry
     """
     lease = await check_sleepable(engines, entry)
     with access.acting_on(entry.name):
-        access.statefile.update(partial(reserve, name=entry.name, operation=SLEEP))
+        document = access.statefile.update(partial(_reserve_awake, name=entry.name))
+        if document.components[entry.name].reserved_by is None:
+            return  # another process was sooner: it sleeps
         try:
             state = await _sleep(access, engines, entry.name, lease)
         except ActionFailed:
@@ -311,6 +313,13 @@ def _reserve_sleeper(document: Document, name: str) -> None:
     """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
     check_wakeable(document, name)
     reserve(document, name, WAKE)
+
+
+def _reserve_awake(document: Document, name: str) -> None:
+    """Reserve a worker for its sleep, unless it sleeps: it would hold its GPUs again."""
+    entry = document.components.get(name)
+    if entry is None or not entry.asleep or entry.reserved_by is not None:
+        reserve(document, name, SLEEP)
 
 
 def _fall_asleep(document: Document, name: str) -> None:

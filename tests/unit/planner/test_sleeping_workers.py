@@ -449,6 +449,23 @@ def others_mark(operation: str) -> OperationOwner:
     return theirs
 
 
+def test_a_worker_that_sleeps_by_now_does_not_take_its_gpu_again(run: Any) -> None:
+    """Two processes look; one puts it to sleep, and what it freed is taken by another worker."""
+
+    async def work(site: Site) -> None:
+        [entry] = read_services(site.access.document())["A"].entries
+        await sleep_worker(site.access, site.engines, entry)
+        assert await site.connector.add("B")
+        holders = site.held()
+        written = site.world.statefile.path.read_bytes()
+        await sleep_worker(site.access, site.engines, entry)
+        assert site.engines.calls == ["sleep"]
+        assert site.held() == holders and len(holders) == 1
+        assert site.world.statefile.path.read_bytes() == written
+
+    run(work)
+
+
 def test_a_wake_during_a_wake_names_the_process(run: Any) -> None:
     async def work(site: Site) -> None:
         await site.connector.remove("A")
