@@ -51,11 +51,12 @@ class Decision(msgspec.Struct, gc=False, frozen=True):
 class Attempt(NamedTuple):
     """What one attempt to place a request adds to the constraints of its client.
 
-    It may go ``among`` these workers only (None: any); others ``failed`` with it before. Its
+    It may go only to the workers that ``among`` returns when it is placed, which may be long after
+    it was queued (None: to any); others ``failed`` with it before. Its
     receipt is ``wanted``: of pools above 64 ranks it has the cheapest, not the chosen one alone.
     """
 
-    among: Collection[int] | None = None
+    among: Callable[[], Collection[int]] | None = None
     failed: Collection[int] = ()
     wanted: bool = False
 
@@ -63,7 +64,7 @@ class Attempt(NamedTuple):
         """Return ``routing`` with ``among`` as its allow-list."""
         if self.among is None:
             return routing
-        return msgspec.structs.replace(routing or Routing(), allowed_worker_ids=list(self.among))
+        return msgspec.structs.replace(routing or Routing(), allowed_worker_ids=list(self.among()))
 
 
 class Picker(Protocol):

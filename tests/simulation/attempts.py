@@ -127,8 +127,9 @@ def _continued(
     before, count = first.token_ids, len(request.token_ids) - len(first.token_ids)
     if count < 0 or request.token_ids[: len(before)] != before:
         yield "another prompt than that of the first worker"
-    if (request.extra_args or {}).get("generated_tokens", 0) != count:
-        yield f"{request.extra_args} for {count} generated tokens"
+    counted = [(one.extra_args or {}).get("generated_tokens", 0) for one in (first, request)]
+    if counted[1] != counted[0] + count:  # a prefill worker may come in after a migration
+        yield f"{counted[1]} generated tokens for {counted[0]} and {count} more"
     asked, stop = first.stop_conditions, request.stop_conditions
     wanted = _Limits(_less(asked.max_tokens, count), _less(asked.min_tokens, count))
     if not prefill and _Limits(stop.max_tokens, stop.min_tokens) != wanted:

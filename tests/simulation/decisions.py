@@ -92,7 +92,8 @@ def _able(pool: Any, routing: Any, attempt: Any) -> Iterator[tuple[int, int]]:
     members = list(pool.members.values())
     rank = None
     if attempt is not None and attempt.among is not None:
-        members = [one for one in members if one.worker_id in attempt.among]
+        among = attempt.among()
+        members = [one for one in members if one.worker_id in among]
     elif routing is not None and routing.allowed_worker_ids is not None:
         members = [one for one in members if one.worker_id in routing.allowed_worker_ids]
     if routing is not None:

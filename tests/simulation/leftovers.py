@@ -41,7 +41,9 @@ _EMPTY: dict[str, tuple[str, ...]] = {
 
 def _of_pool(pool: Any) -> Iterator[tuple[str, Collection[int]]]:
     yield "busy", pool.busy - pool.members.keys()
-    yield "avoided", pool.avoided - pool.members.keys()
+    client = getattr(pool.is_silent, "__self__", None)
+    if client is None or not client._closed:  # of a model that has left, which gets no news
+        yield "avoided", pool.avoided - pool.members.keys()
 
 
 def _of_busy(watch: Any) -> Iterator[tuple[str, Collection[int]]]:

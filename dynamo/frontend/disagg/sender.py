@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import (
@@ -194,7 +195,9 @@ class PrefillWorkers:
             raise NoInstances("no prefill worker is registered")
         prefill.decision = None
         preprocessed, routing = request.preprocessed, request.routing
-        among = allowed if prefill.pin is None else None
+        among: Callable[[], list[int]] | None = None
+        if allowed is not None and prefill.pin is None:
+            among = partial(list, allowed)
         decision = picker.pick(
             prefill.id,
             preprocessed.token_ids,

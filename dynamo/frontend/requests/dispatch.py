@@ -137,7 +137,7 @@ class Dispatch:
         request = engine_request.request
         attempt = None
         if engine_request.tried:
-            untried = self._untried(engine_request)
+            untried = partial(self._untried, engine_request)
             attempt = Attempt(untried, engine_request.tried, request.wants_route)
         else:
             if queue is not None or preprocessed.prefill_result is not None:
@@ -162,7 +162,7 @@ class Dispatch:
             override=preprocessed.router_config_override,
             attempt=attempt,
             on_decision=partial(self._dequeued, queue, engine_request),
-            on_error=partial(self._fail, engine_request),
+            on_error=partial(self._dismissed, engine_request),
         )
         if isinstance(found, QueuedRequest):
             engine_request.pending = found
@@ -303,6 +303,15 @@ class Dispatch:
 
     def _restart(self, engine_request: EngineRequest) -> None:
         self._again(engine_request, self.send)
+
+    def _dismissed(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """The queue has no worker for it any more. See :meth:`_anywhere` for one that migrates."""
+        migrates = engine_request.migrations and engine_request.tried
+        if migrates and isinstance(error, InvalidArgument | NoInstances):
+            loop = asyncio.get_running_loop()  # later: the queue is at work
+            engine_request.pending = loop.call_soon(self._resends.add, engine_request)
+        else:
+            self._fail(engine_request, error)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision

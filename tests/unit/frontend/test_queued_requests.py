@@ -14,8 +14,9 @@ from http_bench import Bench, error_json
 from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import Unavailable
+from dynamo.errors import Disconnected, Unavailable
 from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
@@ -97,6 +98,38 @@ async def test_a_request_waits_and_is_served(site: Queued) -> None:
     site.finish(0)
     await turn()
     assert site.status == 200
+    site.settled()
+
+
+@pytest.mark.parametrize("joins", [True, False])
+async def test_a_request_that_migrates_and_waits_may_go_to_a_worker_that_joins(
+    site: Queued, joins: bool
+) -> None:
+    """The worker that it waited for leaves; another one has joined, or only the lost one is left,
+    which may have lost its connection only."""
+    site.entry.dispatch.migrations = Migrations(limit=3)
+    site.kv.add_worker(8, RuntimeConfig(max_num_batched_tokens=100))
+    site.chat(stream=True)
+    lost, first = site.streams[0], site.bench
+    site.another()
+    other = site.streams[1]
+    assert {lost.worker_id, other.worker_id} == {7, 8}
+    lost.say(ids(site, "a"))
+    await turn()
+    lost.sink.on_error(Disconnected("gone"))
+    await later()
+    assert len(site.streams) == 2 and site.queue is not None and len(site.queue) == 1
+    if joins:
+        site.kv.add_worker(9, RuntimeConfig(max_num_batched_tokens=100))
+    site.kv.remove_worker(other.worker_id)
+    site.finish(1)
+    for _ in range(20):
+        await later()
+    assert site.streams[2].worker_id == (9 if joins else lost.worker_id)
+    site.finish(2)
+    site.bench = first
+    await turn()
+    assert site.status == 200 and site.events[-1] == "[DONE]"
     site.settled()
 
 

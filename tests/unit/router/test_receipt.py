@@ -150,7 +150,7 @@ def test_other_reasons() -> None:
     found = decide(picker, Routing(required_taints=["a"], preferred_taints={"a": 0.3}))
     assert found.candidates[-1].excluded == "lacks the taints: a"
     assert "taints" in found.candidates[0].terms
-    again = picker.pick("again", PROMPT, attempt=Attempt([1, 2], failed={3}))
+    again = picker.pick("again", PROMPT, attempt=Attempt(lambda: [1, 2], failed={3}))
     assert again.inputs is not None
     assert again.inputs.receipt().candidates[-1].excluded == "failed with this request before"
 
