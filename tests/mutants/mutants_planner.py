@@ -98,7 +98,7 @@ PLANNER = (
         "dynamo.planner.live.model_state",
         "        elif adds:\n",
         "        else:\n",
-        ("unit/planner/test_planner_loop.py::test_a_pool_is_never_changed_in_two_directions",),
+        ("unit/planner/test_planner_loop.py::test_only_a_start_ends_the_pause_after_failed_ones",),
     ),
     Mutant(
         "not-a-number-in-a-forecast",
