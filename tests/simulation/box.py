@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
 from pins import Pin, pinned
-from presence import Presence, Span, model_of
+from presence import Presence, Span, model_of, service_of
 from recording_client import Plan
 from records import Order, check_after_power_loss
 from scenario import PROFILES, Profile, Scenario, Step
@@ -47,6 +48,7 @@ REQUEST_TIMEOUT_S = 150.0
 OPERATION_TIMEOUT_S = 300.0
 WARNED_S = 10.0
 """So long after a fault or an operation a log may warn of it."""
+_SILENT_CACHE = re.compile("worker (\\w+) has served prompts but published no KV event")
 FULL_S = 1.0
 """So long after it was full the disk may still be the reason of an error in a log."""
 NAMESPACE = "box"
@@ -491,6 +493,12 @@ class Box:
         drains = records or any(
             one.alive and one.pid in signals for one in self.machine.processes.values()
         )
+        silent = _SILENT_CACHE.search(text)
+        if silent is not None and (
+            "enable-prefix-caching: false" in self.scenario.graph
+            or service_of(self.presence.owners[silent[1]]) == "Api"  # most of its models
+        ):
+            return
         if begun and not drains and self.undisturbed_s() > WARNED_S:
             self.machine.failures.append(f"a warning without a cause: {text}")
 
