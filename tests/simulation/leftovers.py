@@ -42,7 +42,7 @@ _EMPTY: dict[str, tuple[str, ...]] = {
 def _of_pool(pool: Any) -> Iterator[tuple[str, Collection[int]]]:
     yield "busy", pool.busy - pool.members.keys()
     client = getattr(pool.is_silent, "__self__", None)
-    if client is None or not client._closed:  # of a model that has left, which gets no news
+    if client is None or not client._closed:  # a closed client notifies no pool
         yield "avoided", pool.avoided - pool.members.keys()
 
 
@@ -173,7 +173,7 @@ def check_leftovers(box: Box) -> Iterator[str]:
 
 
 def _peers(process: Process) -> Iterator[str]:
-    """A worker is probed as long as someone follows it."""
+    """A worker is probed while a client follows it."""
     named = [(f"{type(part).__module__}:{type(part).__qualname__}", part) for part in process.parts]
     clients: list[Any] = [part for name, part in named if name == _CLIENT]
     known = [peer for client in clients for peer in client._peers.values()]

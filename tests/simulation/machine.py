@@ -115,7 +115,7 @@ class Machine:
         """Called when a program has begun or its engine has fallen asleep or woken."""
         self.is_disk_full: Callable[[], bool] = lambda: False
         self.records: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
-        """Of each kind of log record of a process: how many, and how many its log tells of."""
+        """By process and kind: the number of log records, and the number that its log reports."""
         self.lacks_inodes = False
         """Whether a full disk has bytes left, and no inodes."""
         self.last_asked_s: Callable[[str], float] = lambda model: 0.0

@@ -305,7 +305,8 @@ class Dispatch:
         self._again(engine_request, self.send)
 
     def _dismissed(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """The queue has no worker for it any more. See :meth:`_anywhere` for one that migrates."""
+        """Handle a queued request that no worker can serve. One that migrates may go back to the
+        worker that failed, as in :meth:`_anywhere`."""
         migrates = engine_request.migrations and engine_request.tried
         if migrates and isinstance(error, InvalidArgument | NoInstances):
             loop = asyncio.get_running_loop()  # later: the queue is at work

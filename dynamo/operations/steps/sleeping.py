@@ -146,7 +146,7 @@ async def sleep_worker(access: LocalAccess, engines: RemoteEngines, entry: Entry
     with access.acting_on(entry.name):
         document = access.statefile.update(partial(_reserve_awake, name=entry.name))
         if document.components[entry.name].reserved_by is None:
-            return  # another process was sooner: it sleeps
+            return  # another process has put it to sleep
         try:
             state = await _sleep(access, engines, entry.name, lease)
         except ActionFailed:
@@ -316,7 +316,7 @@ def _reserve_sleeper(document: Document, name: str) -> None:
 
 
 def _reserve_awake(document: Document, name: str) -> None:
-    """Reserve a worker for its sleep, unless it sleeps: it would hold its GPUs again."""
+    """Reserve a worker that is to sleep; not one that sleeps, which would hold its GPUs again."""
     entry = document.components.get(name)
     if entry is None or not entry.asleep or entry.reserved_by is not None:
         reserve(document, name, SLEEP)
