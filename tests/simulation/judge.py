@@ -141,11 +141,8 @@ class Judge:
         kind = self._by_key_or_relay(request)
         if kind:
             return kind
-        model, since_s = self._model(request), request.started_s - NOTICE_S
-        on_demand = model in self._box.profile.on_demand
-        if not on_demand and any(
-            one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]
-        ):
+        since_s = request.started_s - NOTICE_S
+        if self._was_absent(request, since_s):
             return "refused" if needs == WORKER else f"{EITHER}: listed without a worker"
         if self._may_lose(request):
             return f"{EITHER}: workers lost"
@@ -154,6 +151,21 @@ class Judge:
         if self._load.may_refuse(request):
             return f"{EITHER}: limits"
         return self._by_gaps(request, since_s, frontend == "drains")
+
+    def _was_absent(self, request: Request, since_s: float) -> bool:
+        """Whether no worker could serve it at any time.
+
+        A stopped frontend may send it to a worker that runs, but serves no longer. A worker whose
+        socket was removed keeps its connections.
+        """
+        model = self._model(request)
+        if model in self._box.profile.on_demand or self._blind(request):
+            return False
+        if any(".sock" in one.why for one in self._causes(request)):
+            return False
+        return any(
+            one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]
+        )
 
     def _by_gaps(self, request: Request, since_s: float, drains: bool) -> str:
         """Return what had to happen because of the times in which its model had no worker."""

@@ -35,9 +35,11 @@ _KEPT = {
     "HeadReader._heads",
     "Sessions._bindings",
     "StatusSampler._events",
+    "WorkerActions._problems",
+    "PlannedModel.text",
 }
 """What is kept on purpose: the last requests and pulls, the card of a model, sessions, the heads
-of earlier requests."""
+of earlier requests, the latest problems of a planner."""
 _ROOTS = {
     "DistributedRuntime",
     "HttpServer",
