@@ -135,6 +135,13 @@ def _sessions(table: _Table, at_s: float) -> Iterator[Step]:
     yield table.event(at_s + 2.0, dice.choice(("stop worker", "kill worker")), 4.0)
 
 
+def _crowd(table: _Table, at_s: float) -> Iterator[Step]:
+    """The engines are full of long streams when a worker dies: these wait for room elsewhere."""
+    yield from table.requests(14, at_s, 0.2)
+    yield table.event(at_s + table.dice.choice((0.3, 0.5)), "kill busy worker")
+    yield from table.requests(4, at_s + 0.3, 0.5)
+
+
 _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
     "chain": _chain,
     "silent death": _silent_death,
@@ -144,6 +151,7 @@ _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
     "ending": _ending,
     "draining": _draining,
     "waking": _waking,
+    "crowd": _crowd,
 }
 
 
@@ -180,7 +188,10 @@ def situated(
     elif profile.sleeps:
         able = ["waking", "waking", *able[1:]]
     name = dice.choice(able)
-    busy = scenario.is_calm or scenario.is_cut or bool(scenario.limits)
+    if scenario.limits.engine and not profile.planner:
+        name = "crowd"
+    limited = bool(scenario.limits) and name != "crowd"
+    busy = scenario.is_calm or scenario.is_cut or limited
     busy = busy or scenario.restarts[0] == _DYING_BURST
     if dice.random() >= _SHARE or busy or "{keys}" in scenario.graph:
         return scenario
