@@ -110,7 +110,8 @@ class Terminal:
         process = self.begin(verb.words)
         output, _ = process.communicate(timeout=120)
         ok = process.returncode == 0 or re.search(verb.done, output)
-        assert ok, (verb.words, process.returncode, output, self.serving.text())
+        text = f"{verb.words}: status {process.returncode}\n{output}\n{self.serving.text()}"
+        assert ok, text  # as a text pytest shows all of it
         self._took_s.setdefault(verb.words, time.monotonic() - begin_s)
 
     def follow(self, verb: Verb) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from deployment import MODEL, free_port
 from hub_server import Hub, cache_model
-from serving import Serving
+from serving import Serving, is_running
 from web_kit import WAIT_MS, needs_chromium
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def test_a_download_ends_with_its_frontend(serving: Serving, browser: Browser, h
     (pid,) = box.pulls()
     (frontend,) = serving.pids("Frontend")
     os.kill(frontend, signal.SIGKILL)
-    psutil.Process(pid).wait(30)
+    serving.until(lambda: not is_running(pid))
     serving.wait_for_pids("Frontend", unlike=frontend, timeout_s=60)
     page.wait_for_selector(f"{box.row(NAME)} >> text=incomplete")
     page.close()
