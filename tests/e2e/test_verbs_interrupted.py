@@ -67,7 +67,7 @@ LOAD = Verb(("load", "b"), "served already")
 PAIRS = (
     (Verb(("sleep", "b"), "sleeps already"), Verb(("wake", "b"), "is not asleep")),
     (Verb(("unload", "b"), "holds no GPU"), LOAD),
-    (Verb(("drain", "b"), "has no process now|is being drained already"), LOAD),
+    (Verb(("drain", "b"), "has no process now|being drained already|removed by another"), LOAD),
     (RUN_C, Verb(("remove", "c"), "no model 'c'")),
 )
 """There and back."""
