@@ -52,8 +52,8 @@ class Attempt(NamedTuple):
     """What one attempt to place a request adds to the constraints of its client.
 
     It may go only to the workers that ``among`` returns when it is placed, which may be long after
-    it was queued (None: to any); others ``failed`` with it before. Its
-    receipt is ``wanted``: of pools above 64 ranks it has the cheapest, not the chosen one alone.
+    it was queued (None: to any); others ``failed`` with it before. Its receipt is ``wanted``: of
+    pools above 64 ranks it has the cheapest, not the chosen one alone.
     """
 
     among: Callable[[], Collection[int]] | None = None

@@ -139,7 +139,7 @@ def wire_edges() -> Iterator[Call]:
 
 
 def proxied() -> Iterator[Call]:
-    """Operators' routes are for this machine, and not for those who come through a proxy."""
+    """Yield requests for operators' routes through a proxy, which are refused."""
     for header in ("forwarded: for=a", "x-forwarded-for: 10.0.0.1", "x-real-ip: 10.0.0.1",
                    "via: 1.1 proxy"):  # fmt: skip
         name = header.partition(":")[0]

@@ -305,11 +305,13 @@ class Dispatch:
         self._again(engine_request, self.send)
 
     def _dismissed(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """Handle a queued request that no worker can serve. One that migrates may go back to the
-        worker that failed, as in :meth:`_anywhere`."""
+        """Handle a queued request that no worker can serve.
+
+        One that migrates may go back to the worker that failed, as in :meth:`_anywhere`.
+        """
         migrates = engine_request.migrations and engine_request.tried
         if migrates and isinstance(error, InvalidArgument | NoInstances):
-            loop = asyncio.get_running_loop()  # later: the queue is at work
+            loop = asyncio.get_running_loop()  # not from inside the queue, which routes now
             engine_request.pending = loop.call_soon(self._resends.add, engine_request)
         else:
             self._fail(engine_request, error)

@@ -138,7 +138,7 @@ async def put_to_sleep(access: LocalAccess, engines: RemoteEngines, entry: Entry
 
 
 async def sleep_worker(access: LocalAccess, engines: RemoteEngines, entry: Entry) -> None:
-    """Let a worker finish its requests and sleep.
+    """Let a worker finish its requests and sleep. No effect on one that sleeps by now.
 
     Raises ActionFailed, StatefileError; then it serves as before.
     """

@@ -291,7 +291,7 @@ async def test_streams_of_a_withdrawn_key_end(
 
 
 async def test_other_streams_go_on_when_a_key_is_withdrawn(site: Site, file: KeyFile) -> None:
-    """Those of an operator who stays one, and answers to a POST: they end soon by themselves."""
+    """Streams of a valid operator key, and answers to a POST, end on their own."""
     for method, key in (("GET", file.operator), ("POST", file.user)):
         _, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(f"{method} /stream HTTP/1.1\r\nHost: a\r\nX-Api-Key: {key}\r\n\r\n".encode())

@@ -387,7 +387,7 @@ def test_a_worker_that_needs_the_gpu_of_another_starts_after_it(
     assert world.specs["dynamo_B"].gpus == ("2",)
 
 
-def test_an_entry_that_somebody_removed_with_its_worker_is_no_error(world: World) -> None:
+def test_an_entry_that_was_removed_with_its_worker_is_no_error(world: World) -> None:
     world.vanish("dynamo_A_2")
     world.statefile.update(lambda found: found.components.pop("dynamo_A_2"))
     world.writer.write(world.components())

@@ -189,13 +189,8 @@ def test_a_watcher_without_processes_to_come_is_stopped() -> None:
 
 @pytest.mark.parametrize("why", ["rolling", "stopping", "is stopped now", "waiting", "full"])
 async def test_a_watcher_that_is_busy_or_waits_starts_nothing(why: str) -> None:
-    watcher, started = watcher_of(), []
-
-    async def conflict(of: Any) -> str:
-        started.append(of)
-        return "taken"
-
-    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher = watcher_of()
+    started = refuse_starts(watcher, "taken")
     watcher.arbiter.stopping, watcher.rolling = why == "stopping", why == "rolling"
     watcher._status = "stopping" if why == "is stopped now" else "active"
     watcher._emptied, watcher.numprocesses = True, 1
@@ -262,14 +257,21 @@ def test_a_watcher_whose_processes_have_an_age_is_looked_after() -> None:
     assert watcher.has_work()
 
 
-async def test_a_stopped_watcher_that_had_no_process_stays_stopped() -> None:
-    watcher, started = watcher_of(), []
+def refuse_starts(watcher: Any, reason: str) -> list[Any]:
+    """Let other workers hold the GPUs of ``watcher``; return the watchers that ask to start."""
+    asked = []
 
     async def conflict(of: Any) -> str:
-        started.append(of)
-        return "taken"
+        asked.append(of)
+        return reason
 
     watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    return asked
+
+
+async def test_a_stopped_watcher_that_had_no_process_stays_stopped() -> None:
+    watcher = watcher_of()
+    started = refuse_starts(watcher, "taken")
     watcher.arbiter.stopping = watcher.rolling = False
     watcher._emptied, watcher._not_before_s, watcher._status = True, 0.0, "stopped"
     watcher.numprocesses = 1
@@ -277,19 +279,14 @@ async def test_a_stopped_watcher_that_had_no_process_stays_stopped() -> None:
     assert started == []
     for _ in range(20):
         watcher._restarts.died(0.0, 1.0, 1)
-    await watcher._start()  # by a person, who forgives what was before
+    await watcher._start()  # by a command: earlier deaths count no longer
     assert started == [watcher] and watcher._restarts.died(0.0, 1.0, 1) == 0.0
 
 
 async def test_a_watcher_without_processes_starts_only_on_gpus_that_no_other_has() -> None:
     """`circusctl incr` or `set numprocesses` after `decr` to none is a start."""
-    watcher, asked = watcher_of(), []
-
-    async def conflict(of: Any) -> str:
-        asked.append(of)
-        return "GPU 0 is in use by ns_B"
-
-    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher = watcher_of()
+    asked = refuse_starts(watcher, "GPU 0 is in use by ns_B")
     watcher.arbiter.stopping = watcher.rolling = watcher._emptied = watcher.singleton = False
     watcher._not_before_s, watcher.max_age, watcher._status = 0.0, 0, "active"
     watcher._give_up = lambda reason: setattr(watcher, "given_up", reason)

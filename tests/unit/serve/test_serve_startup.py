@@ -60,6 +60,17 @@ def report(tmp_path: Path, announcer: Any, *specs: WatcherSpec) -> StartupReport
     return StartupReport(plan, tmp_path, announcer, lambda name: f"last of {name}")
 
 
+async def first_reminder(made: StartupReport, arbiter: Announcements, leases: Leases) -> str:
+    """Run the report until it reminds of what is not ready; return the text."""
+    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await arbiter.said.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    leases.close()
+    return arbiter.texts[0]
+
+
 def test_the_last_line_is_plain_text(tmp_path: Path) -> None:
     log_file = LogFile(tmp_path / "log", 10**6)
     with contextlib.closing(ServiceOutput("W", log_file, Announcements())) as output:
@@ -77,13 +88,7 @@ async def test_the_reminder_names_what_loads(
     arbiter.processes["ns_A"] = [SimpleNamespace(pid=os.getpid())]
     leases = Leases(tmp_path / "store", lambda: None)
     made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.attach"))
-    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
-        await arbiter.said.wait()
-    running.cancel()
-    await asyncio.wait([running])
-    leases.close()
-    first, *rest = arbiter.texts[0].split("\n  ")
+    first, *rest = (await first_reminder(made, arbiter, leases)).split("\n  ")
     assert first.startswith("not ready after ")
     assert first.endswith("1 of 2 processes are running; still waiting")
     assert rest == [
@@ -98,13 +103,8 @@ async def test_the_reminder_leaves_out_workers_that_were_removed(
     monkeypatch.setattr(startup, "_REMIND_EVERY_S", 0.05)
     arbiter, leases = Announcements("ns_A"), Leases(tmp_path / "store", lambda: None)
     made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.vllm"))
-    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
-        await arbiter.said.wait()
-    running.cancel()
-    await asyncio.wait([running])
-    leases.close()
-    assert "ns_A: not running" in arbiter.texts[0] and "ns_B" not in arbiter.texts[0]
+    text = await first_reminder(made, arbiter, leases)
+    assert "ns_A: not running" in text and "ns_B" not in text
 
 
 def test_what_failed_is_named(tmp_path: Path) -> None:
