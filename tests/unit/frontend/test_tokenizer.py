@@ -282,7 +282,7 @@ def test_a_reader_whose_output_is_broken_is_a_clear_error(
     """A sitecustomize that prints comes first on the reader's stdout."""
     monkeypatch.setattr(tokenizer_facts, "_INLINE_BYTES", 0)
     scripted_model(tmp_path / "a", 301)
-    (tmp_path / "sitecustomize.py").write_text("print('hello from the site')")
+    (tmp_path / "sitecustomize.py").write_text("print('hello from the site', flush=True)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"tokenizer\.json was not read.*hello from the site"):
         load_tokenizer(tmp_path / "a")
