@@ -233,7 +233,7 @@ class GraphReload:
             finally:
                 self._on_plan(plan)  # not earlier: the report of readiness counts the added ones
             names = [spec.name for spec in changes.added if spec not in waiting]
-            problem = await self._start(names, wait)
+            problem = await self._served(names) if wait else ""
             changed = [spec for spec in changes.changed if spec not in stopped]
             while not problem and (following := self._next(changed := self._present(changed))):
                 changed.remove(following)
@@ -258,21 +258,19 @@ class GraphReload:
         self._factory.configure(watcher, spec)
 
     async def _add(self, spec: WatcherSpec) -> bool:
-        """Add a watcher; False if its GPUs are not free yet."""
+        """Add a watcher and start it; False if its GPUs are not free yet."""
         try:
             spec = await self._record.claim(spec)
         except ConfigError as error:
             log.debug("%s: added later: %s", spec.name, error)
             return False
-        self._arbiter.adopt(self._factory.make(spec))
+        watcher = self._arbiter.adopt(self._factory.make(spec))
+        await watcher._start()  # at once: else others would see one that was stopped
         return True
 
-    async def _start(self, names: Sequence[str], wait: bool) -> str:
-        """Start added watchers, ``wait`` until they serve; return "" or what failed."""
-        watchers = [self._watcher(name) for name in names]
-        for watcher in watchers:
-            await watcher._start()
-        for watcher in watchers if wait else ():
+    async def _served(self, names: Sequence[str]) -> str:
+        """Wait until added watchers serve; return "" or what failed."""
+        for watcher in [self._watcher(name) for name in names]:
             if not await self._rolling.serving(watcher):
                 return f"{watcher.name}: {watcher.given_up or 'stopped'}"
         return ""
@@ -312,7 +310,7 @@ class GraphReload:
         for spec in waiting:
             if not await self._add(spec):
                 return f"{spec.name}: no GPU is free"
-        return await self._start([spec.name for spec in waiting], wait)
+        return await self._served([spec.name for spec in waiting]) if wait else ""
 
     def _watcher(self, name: str) -> SupervisedWatcher:
         found: SupervisedWatcher = self._arbiter.get_watcher(name.lower())

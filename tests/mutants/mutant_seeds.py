@@ -53,6 +53,7 @@ SEEDS: dict[str, int] = {
     "usage-counts-the-tokens-of-the-first-worker-twice": 16,
     "usage-of-the-first-prompt-alone": 5,
     "user-key-admitted-as-operator": 12,
+    "watcher-added-counts-as-stopped": 9,
     "worker-that-is-gone-stays-out": 261,
     "wrong-key-refused-on-open-paths": 12,
 }

@@ -189,6 +189,22 @@ SERVE = (
         ),
     ),
     Mutant(
+        "watcher-that-looks-for-gpus-counts-as-stopped",
+        "dynamo.serve.supervision.supervised",
+        "        status = STOPPED if stopped and not self.starting else ACTIVE",
+        "        status = STOPPED if stopped else ACTIVE",
+        (
+            "unit/serve/test_serve_restarts.py::test_a_watcher_that_looks_for_gpus_does_not_count_as_stopped",
+        ),
+    ),
+    Mutant(
+        "watcher-added-counts-as-stopped",
+        "dynamo.serve.reload",
+        "        await watcher._start()  # at once:",
+        "        await in_file_thread(str)\n        await watcher._start()  #",
+        ("unit/serve/test_serve_changes.py::test_an_added_worker_is_started_at_once",),
+    ),
+    Mutant(
         "frontend-beside-one-that-shares-no-socket",
         "dynamo.serve.supervision.rolling",
         "        if spec.is_frontend and not watcher.listener.is_shared:\n            return False\n",

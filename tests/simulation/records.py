@@ -29,6 +29,7 @@ def written(write: Any) -> Any:
 
 
 def _of_document(document: Any) -> Iterator[str]:
+    from dynamo.serve.state.document import STOPPED
     from dynamo.serve.state.process_table import ledger_of
 
     held: dict[str, float] = defaultdict(float)
@@ -36,7 +37,11 @@ def _of_document(document: Any) -> Iterator[str]:
         for gpu, share in shares.items():
             held[gpu] += share
     yield from (f"GPU {gpu} {share:g} times" for gpu, share in held.items() if share > 1.001)
+    lived = {one.name for one in fake_os.machine().lived}
     for name, entry in document.components.items():
+        stopped = entry.watcher is not None and entry.watcher.status == STOPPED
+        if stopped and name not in lived and entry.reserved_by is None and not entry.draining:
+            yield f"{name} is stopped, it was never started"
         pids = [one.pid for one in entry.processes]
         if len(set(pids)) != len(pids):
             yield f"{name} with processes {pids}"

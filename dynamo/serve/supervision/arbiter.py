@@ -282,9 +282,12 @@ class SupervisingArbiter(RollingArbiter):
                     group.create_task(_wait_for(stop(watcher)))
 
     async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
-        chosen: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
+        found: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
+        chosen = [watcher for watcher in found if watcher.autostart]
         for watcher in chosen:
-            if not self._stopping and watcher.autostart:
+            watcher.starting = True
+        for watcher in chosen:
+            if not self._stopping:
                 await watcher._start()
 
     def manage_watchers(self) -> Any:

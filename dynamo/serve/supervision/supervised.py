@@ -186,6 +186,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     numprocesses: int
     gpus: Mapping[str, float] = {}
     """Its share of each GPU that is assigned to it, for the processes that start next."""
+    starting = False
+    """Whether a start is about to begin, or looks for GPUs: then it does not count as stopped."""
 
     def __init__(
         self,
@@ -229,12 +231,17 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         self._drained = self._emptied = False
-        if conflict := await self.arbiter.events.conflict(self):
-            self._give_up(conflict)
-            return
-        await super()._start()
+        self.starting = True
+        try:
+            if conflict := await self.arbiter.events.conflict(self):
+                self._give_up(conflict)
+            elif self.starting:  # no stop has come
+                await super()._start()
+        finally:
+            self.starting = False
 
     async def _stop(self, close_output_streams: bool = False) -> None:
+        self.starting = False
         self.listener.close()  # first, so that no client waits for a process that does not come
         stopping = super()._stop(close_output_streams)  # it begins here: the status is set
         self.arbiter.events.changed()
@@ -302,7 +309,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     def status(self) -> str:
         """Return what ``circusctl status`` shows."""
         if self.is_stopped():
-            return "stopped"
+            return "starting" if self.starting else "stopped"
         return str(super().status()) if self.numprocesses else "stopping"
 
     def has_work(self) -> bool:
@@ -441,11 +448,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     @property
     def supervision(self) -> Supervision:
         """What the statefile says about this watcher."""
-        status = ACTIVE
+        stopped = self.is_stopped() or self.is_stopping() or not self.numprocesses
+        status = STOPPED if stopped and not self.starting else ACTIVE
         if self.given_up is not None:
             status = GIVEN_UP
-        elif self.is_stopped() or self.is_stopping() or not self.numprocesses:
-            status = STOPPED
         given_up = self.given_up or ""
         return Supervision(status, given_up, self.restarts, self.last_exit, self.last_words)
 

@@ -357,10 +357,9 @@ async def test_a_worker_serves_when_its_process_has_registered(world: World) -> 
         assert await serving
 
 
-def test_a_worker_that_needs_the_gpu_of_another_starts_after_it(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan is checked with what will be free; the start has to wait until it is."""
+@pytest.fixture
+def adding(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world in which watchers can be added and removed; ``done`` tells of those left stopped."""
 
     async def remove(watchers: list[Watcher]) -> None:
         await World.remove(world, watchers)
@@ -370,21 +369,45 @@ def test_a_worker_that_needs_the_gpu_of_another_starts_after_it(
         world.specs[spec.name] = spec
         return Watcher(spec.name, world, {})
 
-    fakes = {"remove": remove, "make": make, "adopt": world.watchers.append}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(world, name, fake, raising=False)
+    def look(watcher: Watcher) -> None:
+        if f"start {watcher.name}" not in world.done:
+            world.done.append(f"{watcher.name} is stopped")
+
+    def adopt(watcher: Watcher) -> Watcher:
+        world.watchers.append(watcher)
+        asyncio.get_running_loop().call_soon(look, watcher)
+        return watcher
 
     async def serving(_: Any, watcher: Watcher) -> bool:
         world.done.append(f"serving {watcher.name}")
         return True
 
+    for name, fake in {"remove": remove, "make": make, "adopt": adopt}.items():
+        monkeypatch.setattr(world, name, fake, raising=False)
     monkeypatch.setattr(RollingRestart, "serving", serving)
+    return world
+
+
+def test_a_worker_that_needs_the_gpu_of_another_starts_after_it(
+    adding: World, tmp_path: Path
+) -> None:
+    """The plan is checked with what will be free; the start has to wait until it is."""
     graph = GRAPH.replace("workers: 3", "workers: 2")
     graph += "\nB: {run: dynamo.mocker, ServiceArgs: {resources: {gpu: 1}}}"
-    reply = reload_of(world, graph, tmp_path)
+    reply = reload_of(adding, graph, tmp_path)
     assert "status" not in reply, reply
-    assert world.done == ["remove dynamo_A_2", "start dynamo_B", "serving dynamo_B"]
-    assert world.specs["dynamo_B"].gpus == ("2",)
+    assert adding.done == ["remove dynamo_A_2", "start dynamo_B", "serving dynamo_B"]
+    assert adding.specs["dynamo_B"].gpus == ("2",)
+
+
+def test_an_added_worker_is_started_at_once(adding: World, tmp_path: Path) -> None:
+    """Between the two others would see a worker that was stopped, and give it up."""
+    graph = GRAPH + "\nB: {run: dynamo.mocker}\nC: {run: dynamo.mocker}"
+    assert "status" not in reload_of(adding, graph, tmp_path)
+    assert adding.done == [
+        *("start dynamo_B", "start dynamo_C"),
+        *("serving dynamo_B", "serving dynamo_C"),
+    ]
 
 
 def test_an_entry_that_was_removed_with_its_worker_is_no_error(world: World) -> None:

@@ -11,6 +11,7 @@ from circus.process import DEAD_OR_ZOMBIE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.serve.state.document import ACTIVE, STOPPED
 from dynamo.serve.supervision.supervised import RestartPolicy, Restarts, SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import describe_exit
 
@@ -294,3 +295,28 @@ async def test_a_watcher_without_processes_starts_only_on_gpus_that_no_other_has
     assert not asked
     await watcher.set_numprocesses(1)
     assert (asked, watcher.given_up) == ([watcher], "GPU 0 is in use by ns_B")
+
+
+async def test_a_watcher_that_looks_for_gpus_does_not_count_as_stopped() -> None:
+    """A client whose command to start it has been accepted would take it for given up."""
+    watcher = watcher_of()
+    looks, found = asyncio.Event(), asyncio.Event()
+
+    async def conflict(of: Any) -> str:
+        looks.set()
+        await found.wait()
+        return ""
+
+    watcher.arbiter.events = SimpleNamespace(conflict=conflict, changed=lambda: None)
+    watcher.listener = SimpleNamespace(close=lambda: None)
+    watcher._status, watcher.given_up, watcher.restarts = "stopped", None, 0
+    watcher.last_exit = watcher.last_words = ""
+    assert (watcher.status(), watcher.supervision.status) == ("stopped", STOPPED)
+    start = asyncio.create_task(watcher._start())
+    await looks.wait()
+    assert (watcher.status(), watcher.supervision.status) == ("starting", ACTIVE)
+    await watcher._stop()  # the start does not go on after it
+    assert (watcher.status(), watcher.supervision.status) == ("stopped", STOPPED)
+    found.set()
+    await start
+    assert watcher.status() == "stopped" and not watcher.processes
