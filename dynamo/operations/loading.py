@@ -215,7 +215,8 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
         pending = [one for one in _entries(access, names) if access.model(one) is None]
         for entry in pending:
             if statuses.get(entry.name, STOPPED) == STOPPED:
-                raise _never_served(access, entry.name, "stopped or given up")
+                why = access.why_stopped(entry.name)
+                raise ActionFailed(f"{entry.name} does not serve: it was {why}")
         return not pending
 
     limit_s = access.limits.start_timeout_s
@@ -257,11 +258,6 @@ def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     found = {entry.name: entry for entry in access.entries()}
     for name in names:
         if name not in found or found[name].draining:
-            raise _never_served(access, name, "drained" if name in found else "removed")
+            cause = "drained" if name in found else "removed"
+            raise ActionFailed(f"{name} was {cause} before it served{access.last_output(name)}")
     return [found[name] for name in names]
-
-
-def _never_served(access: LocalAccess, name: str, cause: str) -> ActionFailed:
-    line = access.last_line(name)
-    output = f"; last output: {line}" if line else ""
-    return ActionFailed(f"{name} was {cause} before it served{output}")

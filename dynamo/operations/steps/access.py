@@ -252,9 +252,17 @@ class LocalAccess:
         except ActionFailed as error:
             raise ActionFailed(f"{service.name}: {error.message}") from None
 
-    def last_line(self, name: str) -> str:
-        """Return the last line that the watcher wrote, "" without one."""
-        return last_line(self.logs / f"{name}.log")
+    def last_output(self, name: str) -> str:
+        """Return ``; last output: …`` with the last line of the watcher, "" without one."""
+        line = last_line(self.logs / f"{name}.log")
+        return f"; last output: {line}" if line else ""
+
+    def why_stopped(self, name: str) -> str:
+        """Return why a watcher starts no process, and its last output. Raises StatefileError."""
+        entry = self.document().components.get(name)
+        reason = entry.watcher.reason if entry is not None and entry.watcher is not None else ""
+        why = f"given up: {reason}" if reason else "stopped, or given up"
+        return why + self.last_output(name)
 
 
 def read_deployment(statefile: Statefile) -> Document:

@@ -142,7 +142,8 @@ class WorkerStart:
         await retried(lambda: access.circus.start(name), deadline_s)
         if not await wait_until(self._serves, access.registrations, deadline_s):
             raise ActionFailed(
-                f"it did not serve within {access.limits.start_timeout_s:g} s" + self._last_output()
+                f"it did not serve within {access.limits.start_timeout_s:g} s"
+                + access.last_output(self.name)
             )
 
     async def _serves(self) -> bool:
@@ -159,12 +160,8 @@ class WorkerStart:
         if status is None:
             raise ActionFailed("its watcher was removed")
         if status == STOPPED:
-            raise ActionFailed("its watcher was stopped, or given up" + self._last_output())
+            raise ActionFailed(f"its watcher was {access.why_stopped(self.name)}")
         return False
-
-    def _last_output(self) -> str:
-        line = self._access.last_line(self.name)
-        return f"; last output: {line}" if line else ""
 
     def _confirm(self, document: Document) -> None:
         if self.name not in document.components:

@@ -39,7 +39,7 @@ from dynamo.planner.live.model_state import InFlight, pool_of
 from dynamo.protocols.control import EngineCommand
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus, reserved_share
-from dynamo.serve.state.document import Document, OperationOwner
+from dynamo.serve.state.document import GIVEN_UP, Document, OperationOwner, Supervision
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of, reservation, stat
 from dynamo.serve.state.statefile import Statefile
@@ -636,11 +636,17 @@ def test_a_load_ends_when_the_worker_that_it_follows_is_drained(run: Any) -> Non
 
 
 def test_a_load_does_not_wait_for_a_worker_without_processes(run: Any) -> None:
+    def give_up(document: Document) -> None:
+        document.components["dynamo_A"].watcher = Supervision(GIVEN_UP, "5 deaths within 60 s")
+
     async def work(site: Site) -> None:
         await site.connector.add("A")
         await site.access.circus.decrease("dynamo_A")
         service = read_services(site.access.document())["A"]
-        with pytest.raises(ActionFailed, match="dynamo_A was stopped or given up"):
+        with pytest.raises(ActionFailed, match="dynamo_A does not serve: it was stopped, or given"):
+            await follow(site.access, site.engines, service, "dynamo_A")
+        site.access.statefile.update(give_up)
+        with pytest.raises(ActionFailed, match="it was given up: 5 deaths within 60 s"):
             await follow(site.access, site.engines, service, "dynamo_A")
 
     run(work, 2)
