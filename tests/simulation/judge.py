@@ -156,9 +156,14 @@ class Judge:
         """Whether no worker could serve it at any time.
 
         A stopped frontend may send it to a worker that runs, but serves no longer. A worker whose
-        socket was removed keeps its connections.
+        socket was removed keeps its connections. A stopped worker gets requests until its lease
+        goes, and answers them once it is continued.
         """
         model = self._model(request)
+        workers = [one for one in self._box.machine.lived if model_of(one) == model]
+        stops = [span for one in workers for span in self._box.stops.get(one.pid, ())]
+        if any(one.meets(request.started_s, request.started_s) for one in stops):
+            return False
         if model in self._box.profile.on_demand or self._blind(request):
             return False
         if any(".sock" in one.why for one in self._causes(request)):
