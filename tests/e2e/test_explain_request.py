@@ -60,6 +60,8 @@ def _ready(deployment: Deployment) -> bool:
 
 
 def test_the_terms_of_a_past_decision(either_deployment: Deployment) -> None:
+    # A frontend that has just started asks for the events before; until then it says so.
+    either_deployment.until(lambda: not _recovers(either_deployment), "an index that is complete")
     chat(either_deployment, "Once upon a time. " * 30, headers={"x-request-id": "story"})
     # Since then the caches, once the worker has published its blocks, and the last request differ.
     either_deployment.until(lambda: _is_cached(either_deployment), "a prompt that is cached")
@@ -78,6 +80,11 @@ def test_the_terms_of_a_past_decision(either_deployment: Deployment) -> None:
 
 def _has_events(deployment: Deployment) -> bool:
     return not deployment.servers
+
+
+def _recovers(deployment: Deployment) -> bool:
+    chat(deployment, "A short one")
+    return bool(record(deployment)["route"]["index"] == "recovering")
 
 
 def _is_cached(deployment: Deployment) -> bool:
