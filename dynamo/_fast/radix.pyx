@@ -346,6 +346,9 @@ cdef class RadixTree:
             assert self._owners[slot] == owner, f"slot {slot} has another owner"
         registered = len(self._slots) + len(self._free_slots)
         assert registered == len(self._owners), "slots leak"
+        for slot in self._free_slots:
+            for tier in range(4):
+                assert not self.held(slot | tier << TIER_SHIFT), f"free slot {slot} has blocks"
 
     cdef int _expect(self, uint32_t slot) except -1:
         cdef size_t number = slot & ((1 << TIER_SHIFT) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from oracle.ingest import Counts
 
 from dynamo._fast.ingest import Ingest
@@ -122,3 +123,15 @@ def test_a_worker_that_returns_under_its_id_starts_empty() -> None:
     assert box.tree.blocks() == 6, "3 from the dump, 4 held, 5 by the thread"
     assert box.ingest.applied() == {("stored", "ok"): 2}, "1 and 5"
     box.tree._check()
+
+
+def test_blocks_of_a_freed_slot_are_a_fault_of_the_index() -> None:
+    """A slot that is freed while a thread has its stream gets blocks of no worker."""
+    box = Box()
+    box.add(GONE)
+    box.tree.remove_worker(GONE)
+    box.tree._check()
+    box.push(GONE, 1)
+    box.run()
+    with pytest.raises(AssertionError, match="free slot 0 has blocks"):
+        box.tree._check()

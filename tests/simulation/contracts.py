@@ -213,6 +213,54 @@ async def publisher_again(directory: Path) -> Any:
     return sorted(set(received))
 
 
+async def events_on_threads(directory: Path) -> Any:
+    """Event threads apply what their sockets receive, of several publishers, until each leaves."""
+    from dynamo._fast.radix import RadixTree
+    from dynamo.observability.metrics import Registry
+    from dynamo.protocols import codec
+    from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch
+    from dynamo.router.caches.event_threads import EventThreads
+    from dynamo.router.caches.indexer import EventMetrics, Indexer
+    from dynamo.router.metrics import RouterLabels
+    from dynamo.runtime.events import channels
+
+    tree = RadixTree()
+    place = RouterLabels("box", "worker")
+    counts = EventMetrics(Registry(), place, tree)
+    threads = EventThreads(tree, 2, "topic", counts)
+    indexer = Indexer(tree, lambda recovery: None, counts, threads.ingest)
+    threads.start(indexer)
+    found: list[Any] = []
+    for worker in (1, 2, 3):
+        address = f"ipc://{directory}/{worker}.sock"
+        publisher: Any = channels.ZmqPublisher("topic", worker, address)  # type: ignore[attr-defined]
+        indexer.add(worker, 0, tree.slot(worker, 0), answers=False)
+        threads.subscriber.connect(publisher.address, worker)
+
+        def publish(publisher: Any = publisher, worker: int = worker) -> bool:
+            number = publisher.published + 1
+            block = (number << 8 | worker).to_bytes(8, "little")
+            stored = KvEvent(number, BlocksStored(block, block))
+            publisher.publish(codec.encode(KvEventBatch(worker, [stored])))
+            return threads.ingest.received_any(worker, 0)
+
+        await until(publish)
+        for _ in range(300):
+            publish()
+        slot = tree.slot(worker, 0)
+        await until(lambda slot=slot: tree.held(slot) > 300)  # type: ignore[misc]
+        threads.subscriber.disconnect(publisher.address)
+        if worker == 2:  # another one takes its slot
+            indexer.remove(worker)
+            tree.remove_worker(worker)
+            found.append(tree.held(slot))
+        publisher.close()
+    threads.close()
+    tree._check()
+    kinds = [kind for kind, count in threads.ingest.warnings().items() if count]
+    return found, kinds, list(threads.ingest.applied())
+
+
 async def ends_of_processes(directory: Path) -> Any:
     """A pidfd becomes readable when its process ends, also if it had ended before."""
     from dynamo.runtime.discovery.leases import ProcessEnd
@@ -263,6 +311,7 @@ CONTRACTS: dict[str, Contract] = {
         timeouts,
         events_in_order,
         publisher_again,
+        events_on_threads,
         ends_of_processes,
     )
 }

@@ -67,6 +67,7 @@ _GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
 _PEER = "dynamo.runtime.requests.client:Peer"
 _CLIENT = "dynamo.runtime.requests.client:RequestClient"
 _PICKER = "dynamo.router.picker:InflightPicker"
+_INDEXER = "dynamo.router.caches.indexer:Indexer"
 _REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
 _ROUTERS = (
     "dynamo.router.kv_mode.kv:KvPicker",
@@ -114,9 +115,9 @@ def check_structures(box: Box) -> Iterator[str]:
             name = f"{type(part).__module__}:{type(part).__qualname__}"
             if name == _PICKER:
                 yield from _without_worker(process, part)
-            if name in _SELF_CHECKING:
+            if name in _SELF_CHECKING or name == _INDEXER:
                 try:
-                    part._check()
+                    (part if name != _INDEXER else part._index)._check()
                 except AssertionError as error:
                     yield f"{process}: {name} contradicts itself: {error}"
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import decisions
+import event_threads
 import fake_os
 import leftovers
 import planes
@@ -63,6 +64,7 @@ def connect() -> None:
         ZmqPublisher=planes.SimulatedPublisher,
         ZmqSubscriber=planes.simulated_subscriber(),
     )
+    event_threads.connect_event_threads()
     importlib.import_module("dynamo.cli.state")  # here once, not in the operators of each run
     _connect_supervision()
     _connect_programs()

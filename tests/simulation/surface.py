@@ -107,6 +107,9 @@ HEADERS = (CLASS,)
 """Those of a request's fields that are sent as headers."""
 _CLASSES = Path(__file__).with_name("classes.yaml")
 _CLASS_NAMES = ("nightly", "never", "standard", "unknown")
+_THREADS_SHARE = 0.6
+"""Of the boxes whose routers follow KV events."""
+_THREADS = (2, 2, 3)
 _HEALTH_SHARE = 0.2
 _HEALTH = "envs: {{DYN_HEALTH_CHECK_ENABLED: 'true', DYN_CANARY_WAIT_TIME: '1'}}"
 _KV = "  router-mode: kv\n"
@@ -202,6 +205,15 @@ def _health(dice: random.Random, graph: str) -> str:
     return graph.replace("ServiceArgs: {{workers", f"ServiceArgs: {{{{{_HEALTH}, workers")
 
 
+def _event_threads(dice: random.Random, graph: str) -> str:
+    """Let compiled threads apply KV events. See :mod:`event_threads`."""
+    count = dice.choice(_THREADS)
+    followed = _KV in graph and "router-kv-events: false" not in graph
+    if dice.random() >= _THREADS_SHARE or not followed:
+        return graph
+    return graph.replace("router-event-threads: 1", f"router-event-threads: {count}")
+
+
 _DIMENSIONS: dict[str, Callable[[random.Random, str], str]] = {
     "router mode": _mode,
     "router costs": _costs,
@@ -209,6 +221,7 @@ _DIMENSIONS: dict[str, Callable[[random.Random, str], str]] = {
     "prefill": _prefill,
     "planner": _planner,
     "health checks": _health,
+    "event threads": _event_threads,
 }
 """What each dimension changes in a graph, by the name that its dice have."""
 

@@ -93,3 +93,4 @@ def test_the_seams_are_as_the_systems() -> None:
     assert real["bytes_in_order"] == [True, "eof lost", "lost"]
     assert real["back_pressure"] == [0, 1, 1]
     assert real["events_in_order"] == [True, [], True, False]
+    assert real["events_on_threads"] == [[0], [], [["stored", "ok"]]]
