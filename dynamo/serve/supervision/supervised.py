@@ -332,11 +332,18 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self._emptied = not self.numprocesses
             await super().manage_processes()
 
-    async def spawn_processes(self) -> None:
-        """Start the missing processes; does not await, so no concurrent call starts them too."""
+    def spawn_processes(self) -> asyncio.Future[None]:
+        """Start the missing processes; return when it is done.
+
+        No process can exit before circus sees it: it would take the watcher for one that starts
+        none, and stop it. Nor can a concurrent call start the same ones.
+        """
         while len(self.processes) < self.numprocesses and self._may_start():
             if self.spawn_process() is False:
-                return
+                break
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def spawn_process(self, recovery_wid: object = None) -> float | bool:
         """Start one process; return False if the command cannot be started."""

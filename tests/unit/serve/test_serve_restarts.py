@@ -320,3 +320,24 @@ async def test_a_watcher_that_looks_for_gpus_does_not_count_as_stopped() -> None
     found.set()
     await start
     assert watcher.status() == "stopped" and not watcher.processes
+
+
+async def test_a_process_that_exits_at_once_does_not_stop_its_watcher() -> None:
+    """Circus stops a watcher that has no process when its start is complete."""
+    watcher: Any = SupervisedWatcher(
+        *("a", "true"), env={}, policy=RestartPolicy(), on_line=lambda line: None
+    )
+
+    async def conflict(of: Any) -> str:
+        return ""
+
+    def spawn() -> float:
+        watcher.processes[1] = Process(1)
+        asyncio.get_running_loop().call_soon(watcher.processes.clear)
+        return 1.0
+
+    events = SimpleNamespace(conflict=conflict, changed=lambda: None)
+    watcher.arbiter = SimpleNamespace(events=events, stopping=False, reap_processes=lambda: None)
+    watcher.spawn_process, watcher.evpub_socket = spawn, None
+    await watcher._start()
+    assert watcher.status() == "active"
