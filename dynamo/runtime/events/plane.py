@@ -12,6 +12,7 @@ import asyncio
 import logging
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,8 @@ _VERSION = 1
 _HEAD = struct.Struct(">BI")
 HIGH_WATER_MESSAGES = 100_000
 MESSAGES_PER_TURN = 256
+_LEFT = 256
+"""The publishers that left last, whose late events are dropped."""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 CONNECT_TIMEOUT_MS = 3000
@@ -90,11 +93,16 @@ class SequencedSubscriber:
         self._on_gap = on_gap
         self._expected: dict[int, int] = {}
         self._addresses: dict[str, Any] = {}
+        self._left: deque[int] = deque(maxlen=_LEFT)
 
     def _deliver(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         self.received += 1
-        # The first event of a publisher is never a gap: a late subscriber asks for what it needs.
-        expected = self._expected.get(publisher_id, sequence)
+        expected = self._expected.get(publisher_id)
+        if expected is None:
+            if publisher_id in self._left and publisher_id not in self._addresses.values():
+                return  # it was on its way when its publisher left
+            # A first event is never a gap: a late subscriber asks for what it needs.
+            expected = sequence
         self._expected[publisher_id] = sequence + 1
         try:
             if sequence != expected:
@@ -108,6 +116,7 @@ class SequencedSubscriber:
     def _forget(self, publisher_id: int | None) -> None:
         if publisher_id is not None:
             self._expected.pop(publisher_id, None)
+            self._left.append(publisher_id)
 
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1

@@ -244,6 +244,35 @@ async def test_foreign_messages_are_counted_not_fatal(
     publisher.close()
 
 
+async def test_an_event_that_was_on_its_way_when_its_publisher_left_is_dropped(
+    tmp_path: Path,
+) -> None:
+    """Else its number would be kept for ever."""
+    way, left, listener = ZmqPublisher(TOPIC, 1, ipc(tmp_path)), ipc(tmp_path, "2"), Listener()
+
+    def publish(publisher_id: int, sequence: int) -> None:
+        numbers = (struct.pack(">Q", one) for one in (publisher_id, sequence))
+        packed = plane.pack(publisher_id, sequence, TOPIC, b"")
+        way._socket.send_multipart((TOPIC.encode(), *numbers, packed))
+
+    listener.subscriber.connect(way.address)
+    await listener.joined(way)
+    listener.subscriber.connect(left, 5)
+    publish(5, 0)
+    await listener.have(1)
+    listener.subscriber.disconnect(left)
+    publish(5, 1)
+    publish(6, 0)  # one that never left
+    await listener.have(2)
+    listener.subscriber.connect(left, 5)
+    publish(5, 7)
+    await listener.have(3)
+    assert [event[:2] for event in listener.events] == [(5, 0), (6, 0), (5, 7)]
+    assert listener.gaps == []
+    listener.subscriber.close()
+    way.close()
+
+
 async def test_a_longer_topic_is_ignored(tmp_path: Path) -> None:
     ours, other = (
         ZmqPublisher(TOPIC, 1, ipc(tmp_path)),
