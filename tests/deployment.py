@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forked_kit import ForkedModule
+from forked_kit import FORKED, ForkedModule
 from prometheus_client.parser import text_string_to_metric_families
 from until import poll
 
@@ -34,7 +34,6 @@ PORTS = range(10_000, max(EPHEMERAL, 30_000))[WORKER::WORKERS]
 OUTPUTS = ("--stream-interval", os.environ.get("DYN_TEST_STREAM_INTERVAL", "1"))
 """How many tokens an output of the mockers has, in all tests of processes."""
 
-FORKED = ("dynamo.frontend", "dynamo.mocker", "dynamo.attach")
 _port_numbers = itertools.count(secrets.randbelow(len(PORTS)))  # other test processes have others
 
 
@@ -90,7 +89,7 @@ class Deployment:
         self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         if self.forked and module in FORKED:
-            return ForkedModule(module, flags, env, log, [f"{one}.__main__" for one in FORKED])
+            return ForkedModule(module, flags, env, log)
         return self._run(module, flags, env, log)
 
     def _run(

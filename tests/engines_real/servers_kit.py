@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import multiprocessing
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 from deployment import Deployment, free_port
-from forked_kit import ForkedModule
+from forked_kit import ForkedModule, fork_context
 from prometheus_client.parser import text_string_to_metric_families
 from weights_kit import CONTEXT
 
@@ -56,10 +58,12 @@ ENGINE_ENV = {
 class EngineDeployment(Deployment):
     """Processes with real engines. ``close`` fails if any process of theirs is left."""
 
-    def __init__(self, directory: Path, forked: bool = True) -> None:
-        """Start engines as forks, or as users do: see :class:`ForkedModule`."""
+    def __init__(self, directory: Path, forked: bool = True, cores_forked: bool = True) -> None:
+        """Start engines and their EngineCores as forks, or as users do: see :class:`ForkedModule`
+        and :func:`fork_engine_cores`."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, forked)
+        self._prepare = fork_engine_cores if cores_forked else None
         self.env |= ENGINE_ENV
         self.tokenizer: Tokenizer | None = None
         """The tokenizer of the model that vLLM's own server serves here."""
@@ -70,7 +74,8 @@ class EngineDeployment(Deployment):
         self, module: str, flags: tuple[str, ...], env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         if self.forked and module in ENGINES:
-            return ForkedModule(module, flags, env, log, PRELOADED)
+            fork_context(PRELOADED, ENGINE_ENV)
+            return ForkedModule(module, flags, env, log, self._prepare)
         return self._run(module, flags, env, log)
 
     def worker(self, model: Path, name: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
@@ -175,6 +180,16 @@ class AttachedEngine(EngineDeployment):
     def attach(self, *flags: str) -> None:
         """Start the worker."""
         self.start("dynamo.attach", "--url", self.engine.url, *flags)
+
+
+def fork_engine_cores() -> None:
+    """Let the engine of this process fork its EngineCore, which would import vLLM for 9 s of CPU
+    time. An engine of `dynamo serve` or `dynamo run`, and one that is not forked, starts it."""
+    import vllm.v1.engine.utils
+
+    # It finds where a title goes while the environment is the first one.
+    importlib.import_module("setproctitle").getproctitle()
+    vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 Made = TypeVar("Made", bound=EngineDeployment)

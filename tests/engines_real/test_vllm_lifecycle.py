@@ -19,6 +19,14 @@ FIRST_TOKENS = "dynamo_frontend_time_to_first_token_seconds_count"
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[EngineDeployment]:
+    """Workers that start their EngineCores: a fork would inherit what the worker has open."""
+    with closing(EngineDeployment(tmp_path / "deployment", cores_forked=False)) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[EngineDeployment]:
+    """Workers that import vLLM."""
     with closing(EngineDeployment(tmp_path / "deployment", forked=False)) as deployment:
         yield deployment
 
@@ -75,12 +83,12 @@ def test_the_engine_is_killed_and_then_a_worker(made: EngineDeployment, tiny_mod
     made.until(lambda: not any(path.parent.exists() for path in sockets), gone, 30)
 
 
-def test_sigterm_while_the_engine_loads(made: EngineDeployment, tiny_model: Path) -> None:
-    worker = made.worker(tiny_model, "tiny")
-    made.until(made.engine_cores, "an engine process", ENGINE_START_S)
+def test_sigterm_while_the_engine_loads(started: EngineDeployment, tiny_model: Path) -> None:
+    worker = started.worker(tiny_model, "tiny")
+    started.until(started.engine_cores, "an engine process", ENGINE_START_S)
     worker.send_signal(signal.SIGTERM)
     assert ended(worker) == 0
-    assert "engine ready" not in made.tail()
+    assert "engine ready" not in started.tail()
 
 
 def test_sigterm_lets_requests_finish_until_the_deadline(
@@ -116,8 +124,8 @@ def test_sigterm_lets_requests_finish_until_the_deadline(
     ],
 )
 def test_a_wrong_flag_of_vllm_exits_with_status_2(
-    made: EngineDeployment, tiny_model: Path, words: tuple[str, ...], text: str
+    started: EngineDeployment, tiny_model: Path, words: tuple[str, ...], text: str
 ) -> None:
-    worker = made.worker(tiny_model, "tiny", *words)
+    worker = started.worker(tiny_model, "tiny", *words)
     assert worker.wait(timeout=60) == 2
-    assert text in made.tail()
+    assert text in started.tail()
