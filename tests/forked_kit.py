@@ -117,6 +117,7 @@ def _run(
     os.environ.update(env)
     for descriptor, path in enumerate(streams):
         os.dup2(os.open(path, _WRITTEN if descriptor else os.O_RDONLY), descriptor)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing closes it
     sys.argv = list(argv)
     sys.modules.pop(f"{argv[0]}.__main__", None)
     try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from typing import Any
 
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from serving import QUICKSTART, Serving
 
 GRAPH = f"""
@@ -25,13 +24,8 @@ Worker:
 
 
 def doctor(serving: Serving, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "dynamo", "doctor", *words, "--json"],
-        env={**serving.env, "DYN_NAMESPACE": serving.namespace},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = run_verb(
+        "doctor", *words, "--json", env={**serving.env, "DYN_NAMESPACE": serving.namespace}
     )
     assert done.stdout, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
@@ -73,8 +67,7 @@ def test_a_program_on_the_port_is_named(serving: Serving) -> None:
 
 
 def test_a_wrong_file_is_no_finding(serving: Serving) -> None:
-    command = [sys.executable, "-m", "dynamo", "doctor", "nowhere.yaml"]
-    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    done = run_verb("doctor", "nowhere.yaml", env=serving.env)
     assert done.returncode == 2 and "cannot read nowhere.yaml" in done.stderr
 
 
@@ -123,8 +116,7 @@ def test_a_worker_that_stays_silent_after_a_prompt(serving: Serving) -> None:
 
 
 def test_the_text_has_a_line_for_each_remedy(serving: Serving) -> None:
-    command = [sys.executable, "-m", "dynamo", "doctor", str(QUICKSTART)]
-    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    done = run_verb("doctor", str(QUICKSTART), env=serving.env)
     assert "quickstart.yaml: 3 processes" in done.stdout
     lines = done.stdout.splitlines()
     marked = [line for line in lines if line.startswith(("WARN", "ERROR"))]

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 from deployment import free_port
+from forked_kit import run_verb
 from serving import ROOT, Serving
 
 from dynamo.config import from_env
@@ -30,10 +31,7 @@ Worker:
 
 
 def dynamo(serving: Serving, *words: str) -> str:
-    command = [sys.executable, "-m", "dynamo", *words]
-    done = subprocess.run(
-        command, env=serving.env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_verb(*words, env=serving.env, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

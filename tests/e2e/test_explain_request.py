@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment import Deployment
+from forked_kit import run_verb
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 CHAT = "/v1/chat/completions"
 
 
 def explain(deployment: Deployment, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", "explain", "--url", deployment.url, *words]
-    return subprocess.run(
-        command, env=deployment.env, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_verb("explain", "--url", deployment.url, *words, env=deployment.env)
 
 
 def chat(deployment: Deployment, text: str = TEXT, **more: Any) -> tuple[dict[str, str], bytes]:

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import psutil
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from serving import ROOT, Serving
 
 from dynamo.serve.state.document import Document
@@ -31,9 +32,8 @@ def dynamo(serving: Serving, *words: str) -> subprocess.Popen[str]:
 
 
 def run(serving: Serving, *words: str) -> tuple[int, str]:
-    process = dynamo(serving, *words)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out + err
+    done = run_verb(*words, env={**serving.env, "DYN_NAMESPACE": serving.namespace})
+    return done.returncode, done.stdout + done.stderr
 
 
 def held(serving: Serving) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ import sys
 import psutil
 import pytest
 from deployment import MODEL
+from forked_kit import run_verb
 from serving import Serving
 
 STARTS = """
@@ -31,13 +32,8 @@ SOON_S = 30  # generous: the verbs wait for some seconds, before they waited for
 
 
 def verb(serving: Serving, *words: str) -> tuple[int, str]:
-    found = subprocess.run(
-        [sys.executable, "-m", "dynamo", *words],
-        env={**serving.env, "DYN_NAMESPACE": serving.namespace},
-        capture_output=True,
-        text=True,
-        timeout=SOON_S,
-        check=False,
+    found = run_verb(
+        *words, env={**serving.env, "DYN_NAMESPACE": serving.namespace}, timeout=SOON_S
     )
     return found.returncode, found.stdout + found.stderr
 

@@ -19,6 +19,7 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+from forked_kit import run_verb
 from serving import QUICKSTART, ROOT, Serving, is_running
 
 from dynamo.config.planner import PlannerSettings
@@ -248,8 +249,7 @@ def test_a_reload_reaches_added_workers(serving: Serving, unused_tcp_port: int) 
         return asyncio.run(once())
 
     def reload() -> str:
-        command = [sys.executable, "-m", "dynamo", "reload", str(path)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+        done = run_verb("reload", str(path), env=env, timeout=90)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -295,8 +295,7 @@ def test_a_planner_that_was_killed(serving: Serving, unused_tcp_port: int) -> No
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
 
     def state(*words: str) -> str:
-        command = [sys.executable, "-m", "dynamo", "state", *words]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        done = run_verb("state", *words, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -330,8 +329,7 @@ def test_repair_after_the_arbiter_was_killed(serving: Serving, tmp_path: Path) -
     document = serving.document()
 
     def state(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dynamo", "state", *words]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        return run_verb("state", *words, env=env)
 
     for pid in (document["arbiter"]["guard_pid"], document["arbiter"]["pid"]):
         os.kill(pid, signal.SIGKILL)

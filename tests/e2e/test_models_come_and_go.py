@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from load_kit import some_requests, under_load
 from serving import Serving
 
@@ -35,7 +36,7 @@ def command(*words: str) -> list[str]:
 
 def dynamo(serving: Serving, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     own = {**serving.env, "DYN_NAMESPACE": serving.namespace, **env}
-    return subprocess.run(command(*words), env=own, capture_output=True, text=True, timeout=60)
+    return run_verb(*words, env=own)
 
 
 def run(serving: Serving, name: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from hub_server import COMMIT, Hub, cache_model, run_with_hub
 from serving import Serving
 from until import poll
@@ -74,14 +75,7 @@ class Disk:
         }
 
     def dynamo(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "dynamo", *words],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+        return run_verb(*words, env={**self.env, **env})
 
     def begin(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -402,8 +396,7 @@ def test_what_is_used_is_not_deleted(disk: Disk, serving: Serving) -> None:
 
 def dynamo_remove(serving: Serving, model: str) -> subprocess.CompletedProcess[str]:
     words = ["remove", model, "--namespace", serving.namespace]
-    command = [sys.executable, "-m", "dynamo", *words]
-    return subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    return run_verb(*words, env=serving.env)
 
 
 def test_models_of_ollama_are_its_own_to_pull_and_delete(disk: Disk) -> None:

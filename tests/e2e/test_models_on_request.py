@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from lazy_module import openai
 from serving import ROOT, Serving
 
@@ -77,19 +77,13 @@ def test_a_stream_begins_with_the_progress_of_the_load(site: OnRequest) -> None:
 
 
 def test_fields_of_a_model(site: OnRequest) -> None:
-    command = [sys.executable, "-m", "dynamo", "reload", str(GRAPH), *site.overrides()]
-    changed = ["--Writer.ServiceArgs.defaults.max_tokens=2"]
-    done = subprocess.run(
-        [*command, *changed], env=site.env, capture_output=True, text=True, timeout=60
-    )
+    reload = ("reload", str(GRAPH), *site.overrides())
+    done = run_verb(*reload, "--Writer.ServiceArgs.defaults.max_tokens=2", env=site.env)
     assert done.returncode == 0, done
     assert "restarted" not in done.stdout or "0 restarted" in done.stdout
     site.until(lambda: site.ask("writer").json()["usage"]["completion_tokens"] == 2, 60)
     assert site.ask("writer", max_tokens=1).json()["usage"]["completion_tokens"] == 1
-    bad = subprocess.run(
-        [*command, "--Coder.ServiceArgs.aliases=writer"],
-        env=site.env, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    bad = run_verb(*reload, "--Coder.ServiceArgs.aliases=writer", env=site.env)
     assert bad.returncode == 2 and "'writer' is another model" in bad.stderr
 
 
@@ -151,8 +145,7 @@ def test_a_configuration_of_llama_swap_is_served(tmp_path: Path) -> None:
     port = free_port()
     graph = tmp_path / "graph.yaml"
     words = ("init", "--from", str(source), "--write", str(graph), "--port", str(port))
-    command = [sys.executable, "-m", "dynamo", *words, "--namespace", serving.namespace]
-    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    done = run_verb(*words, "--namespace", serving.namespace, env=serving.env)
     assert done.returncode == 0 and "2 models" in done.stdout, done
     url = f"http://127.0.0.1:{port}/v1"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}

@@ -18,6 +18,7 @@ import httpx2 as httpx
 import jsonschema
 import pytest
 from deployment import MODEL, Deployment, free_port
+from forked_kit import run_verb
 from load_kit import Load
 from pty_screen import PtyScreen
 from serving import ROOT, Serving
@@ -86,10 +87,7 @@ class Box:
 
     def dynamo(self, *words: str) -> subprocess.CompletedProcess[str]:
         env = {**self.serving.env, "DYN_NAMESPACE": self.serving.namespace}
-        command = [sys.executable, "-m", "dynamo", *words]
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=60, check=False
-        )
+        return run_verb(*words, env=env)
 
     def act(self, action: Callable[..., Steps], *names: str) -> str:
         """Run an action of the control to its end; return its last sentence."""
@@ -414,10 +412,7 @@ def test_a_worker_outside_of_a_deployment(deployment: Deployment) -> None:
     deployment.wait_for_workers(1)
 
     def dynamo(*words: str) -> str:
-        command = [sys.executable, "-m", "dynamo", *words]
-        done = subprocess.run(
-            command, env=deployment.env, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run_verb(*words, env=deployment.env)
         return done.stdout + done.stderr
 
     health = json.loads(deployment.request("GET", "/health")[2])

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from cluster_kit import (
     worker,
 )
 from deployment import MODEL, ROOT, Deployment, free_port
+from forked_kit import run_verb
 from lazy_module import LazyModule
 from load_kit import under_load
 from serving import Serving
@@ -284,10 +284,7 @@ class Cluster:
         )
 
     def verb(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dynamo", "planner", *words]
-        return subprocess.run(
-            command, env=self.deployment.env, capture_output=True, text=True, timeout=60
-        )
+        return run_verb("planner", *words, env=self.deployment.env)
 
     def replicas(self) -> int:
         found = self.server.object(DEPLOYMENTS, GRAPH)

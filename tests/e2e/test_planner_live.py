@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from load_kit import under_load
 from serving import Serving
 
@@ -118,10 +118,8 @@ def test_an_engine_of_ones_own_is_scaled(serving: Serving) -> None:
 
 
 def shown(serving: Serving) -> Any:
-    command = [sys.executable, "-m", "dynamo", "ps", "--json"]
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
-    return json.loads(done.stdout)
+    return json.loads(run_verb("ps", "--json", env=env).stdout)
 
 
 def gpus_shown(serving: Serving) -> list[list[str]]:
@@ -137,9 +135,8 @@ def changes(serving: Serving) -> list[DecisionRecord]:
 
 
 def explain(serving: Serving) -> Any:
-    command = [sys.executable, "-m", "dynamo", "planner", "explain", "--json"]
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    done = run_verb("planner", "explain", "--json", env=env, timeout=30)
     return json.loads(done.stdout)
 
 
@@ -174,9 +171,8 @@ def test_a_step_of_the_load_and_back(serving: Serving) -> None:
     # The planner was killed, perhaps before it had finished its first change.
     assert scaled[0].text.startswith(("decode 1 -> 2: ", "decode 2 -> 3: "))
     [planner] = serving.pids("Planner")
-    command = [sys.executable, "-m", "dynamo", "reload", "--Planner.max-gpu-budget=3"]
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run_verb("reload", "--Planner.max-gpu-budget=3", env=env)
     assert "0 added, 1 restarted, 0 removed, 2 unchanged" in done.stdout, done
     assert serving.pids("Planner") != [planner]
     assert serving.stop() == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from certificates import Authority, needs_openssl
 from deployment import free_port
+from forked_kit import run_verb
 from serving import ROOT, Serving
 
 from dynamo.config.runtime import RuntimeSettings
@@ -49,10 +50,7 @@ class Ps:
         return self.verb("ps", *words, **env)
 
     def verb(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dynamo", *words]
-        return subprocess.run(
-            command, env={**self.env, **env}, capture_output=True, text=True, timeout=30
-        )
+        return run_verb(*words, env={**self.env, **env}, timeout=30)
 
     def status(self, *words: str, **env: str) -> Any:
         """The BoxStatus as JSON."""

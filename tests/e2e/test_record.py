@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from deployment import ROOT, Deployment
+from forked_kit import run_verb
 
 from dynamo.bench.trace import read_trace
 from dynamo.bench.trace_formats import TraceRequest
@@ -21,8 +22,7 @@ REQUESTS, SPEEDUP = 30, 10.0
 
 
 def dynamo(deployment: Deployment, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", *words]
-    return subprocess.run(command, env=deployment.env, capture_output=True, text=True, timeout=60)
+    return run_verb(*words, env=deployment.env)
 
 
 def start(deployment: Deployment, path: Path, *words: str) -> subprocess.Popen[str]:

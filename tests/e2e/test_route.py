@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from deployment import Deployment
+from forked_kit import run_verb
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
 def route(deployment: Deployment, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", "route", "--url", deployment.url, *words]
-    return subprocess.run(
-        command, env=deployment.env, input=stdin, capture_output=True, text=True, timeout=60
-    )
+    return run_verb("route", "--url", deployment.url, *words, env=deployment.env, stdin=stdin)
 
 
 def test_a_prompt_goes_to_the_worker_that_cached_it(

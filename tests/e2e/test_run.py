@@ -14,20 +14,14 @@ from pathlib import Path
 
 import yaml
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from serving import ROOT, Serving
 
 SERVER = ROOT / "tests/engines/upstream_server.py"
 
 
 def dynamo(serving: Serving, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dynamo", "run", *words],
-        env={**serving.env, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_verb("run", *words, env={**serving.env, **env})
 
 
 def fake_engine(directory: Path, name: str, *command: str) -> dict[str, str]:
@@ -109,8 +103,7 @@ def test_a_written_graph_is_the_same_for_dynamo_serve(serving: Serving, tmp_path
     assert yaml.safe_load(printed.stdout)["Worker"]["ServiceArgs"]["workers"] == 2
     again = dynamo(serving, *words, "--write", str(path))
     assert again.returncode == 2 and f"{path} exists" in again.stderr
-    command = [sys.executable, "-m", "dynamo", "serve", str(path), "--dry-run"]
-    shown = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    shown = run_verb("serve", str(path), "--dry-run", env=serving.env)
     assert shown.returncode == 0 and f"{serving.namespace}_Worker_1" in shown.stdout
 
 

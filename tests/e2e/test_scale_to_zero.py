@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 from deployment import free_port
+from forked_kit import run_verb
 from lazy_module import openai
 from load_kit import Load, under_load
 from serving import ROOT, Serving
@@ -51,16 +50,12 @@ class Zero(Serving):
         ]
 
     def reload(self, *overrides: str) -> str:
-        command = [sys.executable, "-m", "dynamo", "reload", str(GRAPH), *self.overrides()]
-        done = subprocess.run(
-            [*command, *overrides], env=self.env, capture_output=True, text=True, timeout=60
-        )
+        done = run_verb("reload", str(GRAPH), *self.overrides(), *overrides, env=self.env)
         assert done.returncode == 0, [done, self.text()]
         return done.stdout
 
     def tell_planner(self, word: str) -> None:
-        command = [sys.executable, "-m", "dynamo", "planner", word]
-        subprocess.run(command, env=self.env, capture_output=True, timeout=60, check=True)
+        run_verb("planner", word, env=self.env).check_returncode()
 
     def holders(self) -> dict[str, list[Any]]:
         """The GPUs in the statefile, by watcher."""
@@ -124,8 +119,7 @@ def test_an_idle_model_has_no_worker_and_its_first_stream_waits(site: Zero) -> N
     assert list(site.holders()) == ["two-models_Batch_1"]
     record = httpx.get(f"{site.url}/requests/last").json()
     assert record["worker_wait_s"] > record["prepare_s"]  # a process was started
-    command = [sys.executable, "-m", "dynamo", "explain", f"--url={site.url[:-3]}"]
-    shown = subprocess.run(command, env=site.env, capture_output=True, text=True, timeout=60).stdout
+    shown = run_verb("explain", f"--url={site.url[:-3]}", env=site.env).stdout
     assert "most of it waiting for a worker (" in shown
     assert "\n  waiting for a worker  " in shown and "\n  prepare               " in shown
 
@@ -240,8 +234,7 @@ def test_a_stopped_model_answers_at_once(site: Zero) -> None:
     answer = site.complete("chat")
     assert answer.status_code == 503
     assert f"{name} was stopped by a command" in answer.json()["message"]
-    load = [sys.executable, "-m", "dynamo", "load", "chat"]
-    subprocess.run(load, env=site.env, capture_output=True, timeout=60, check=True)
+    run_verb("load", "chat", env=site.env).check_returncode()
     # Without inotify the frontend sees the worker within a second.
     site.until(lambda: site.complete("chat").status_code == 200, 30)
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from certificates import Authority, needs_openssl, plain_context
 from deployment import Deployment, free_port
+from forked_kit import run_verb
 from lazy_module import anthropic, openai
 from serving import Serving
 
@@ -37,10 +38,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run ``dynamo words``."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "OPENAI_"))}
-    command = [sys.executable, "-m", "dynamo", *words]
-    return subprocess.run(
-        command, env=clean | env, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_verb(*words, env=clean | env)
 
 
 class Secured:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from deployment import free_port
+from forked_kit import run_verb
 from serving import ROOT, Serving
 
 PROMPT = "a document that both frontends should know " * 40
@@ -56,10 +57,7 @@ def test_a_graph_of_real_engines_passes_a_dry_run(name: str) -> None:
     """Without the engine: its absence is a warning, since the graph may be for another machine."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "HF_"))}
     path = ROOT / f"examples/{name}.yaml"
-    command = [sys.executable, "-m", "dynamo", "serve", str(path), "--dry-run", "--json"]
-    done = subprocess.run(
-        [*command, "--gpus", "2"], env=env, capture_output=True, text=True, timeout=60
-    )
+    done = run_verb("serve", str(path), "--dry-run", "--json", "--gpus", "2", env=env)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["watchers"]
     gpus = [gpu for row in rows for gpu in row["gpus"]]

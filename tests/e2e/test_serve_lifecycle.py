@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deployment import MODEL, free_port, interrupt_again
+from forked_kit import run_verb
 from serving import CIRCUSCTL, ROOT, Serving, is_running
 
 from dynamo.serve.state.rundir import OWNER_LOCK
@@ -120,8 +121,7 @@ def test_stop_from_another_terminal(serving: Serving) -> None:
 
 
 def dynamo(serving: Serving, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", *words]
-    return subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    return run_verb(*words, env=serving.env)
 
 
 def test_in_the_background(serving: Serving) -> None:
@@ -599,7 +599,6 @@ def test_dry_run_starts_nothing(serving: Serving) -> None:
     ],
 )
 def test_mistakes_are_named(serving: Serving, flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "dynamo", "serve", *flags]
-    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=30)
+    done = run_verb("serve", *flags, env=serving.env, timeout=30)
     assert done.returncode == 2 and message in done.stderr, done
     assert "Traceback" not in done.stderr

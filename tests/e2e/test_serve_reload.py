@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from itertools import chain
 
 import psutil
 import pytest
 from deployment import MODEL, free_port
+from forked_kit import run_verb
 from load_kit import GRAPH, some_requests, under_load
 from serving import ROOT, Serving
 
@@ -30,8 +30,7 @@ def start(serving: Serving, workers: int = 2, more: str = "") -> int:
 
 def reload(serving: Serving, *words: str) -> subprocess.CompletedProcess[str]:
     """Run ``dynamo reload``."""
-    command = [sys.executable, "-m", "dynamo", "reload", *words]
-    return subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    return run_verb("reload", *words, env=serving.env)
 
 
 @pytest.mark.parametrize("workers", [2, 1])
