@@ -14,6 +14,7 @@ SEEDS: dict[str, int] = {
     "client-that-left-keeps-its-place-in-the-queue": 15,
     "cold-start-waits-on-wall-time": 89,
     "deaths-of-long-ago-count": 25,
+    "device-clear-of-a-thread-leaves-lower-tiers": 114,
     "drain-waits-for-ever": 2,
     "echo-without-prompt-logprobs": 175,
     "exit-during-a-stop-is-a-death": 5,

@@ -61,6 +61,7 @@ model-name: extra
 _KEPT_ALIVE = 0.8
 """The share of connections that a client uses again."""
 _SHORT_TOKENS, _SHORT_CHARACTERS = 4, 1000
+_LONGEST = 8
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
@@ -82,6 +83,7 @@ class Box:
         self.profile: Profile = PROFILES[scenario.profile]
         self.pool = pool
         self._short = [one for one in pool if _is_short(one.body)]
+        self._long = sorted(pool, key=lambda one: len(str(one.body)))[-_LONGEST:]
         self.state = directory
         self.requests: list[Request] = []
         self.operations: list[tuple[Step, str]] = []
@@ -144,6 +146,8 @@ class Box:
         """The worker that a request names."""
         self.served_by: dict[str, dict[str, int]] = {}
         """The workers that the answer of a request names."""
+        self.constrained: set[str] = set()
+        """Requests whose output has a grammar: no worker goes on with what another has begun."""
         self.adapters: dict[str, str] = {}
         """The adapter that a request names, if it comes and goes."""
         self.open: dict[str, Caller] = {}
@@ -277,7 +281,7 @@ class Box:
         if "call" in details:
             self.call(step, all_calls()[details["call"]])
             return
-        pool = self._short if "short" in details else self.pool
+        pool = self._short if "short" in details else self._long if "long" in details else self.pool
         entry = pool[details["entry"] % len(pool)]
         body = dict(entry.body) | {"model": step.what}
         if details["stream"]:
@@ -314,6 +318,8 @@ class Box:
         if "{worker}" in call.headers:
             call = replace(call, headers=self._named(call.headers))
         plan = _plan(step, call.api, body, call.expected)._replace(headers=self._id_header(step))
+        if call.is_constrained:
+            self.constrained.add(plan.id)
         if "slow" in details:
             self.slow_s[plan.id] = details["slow"]
         self._send(plan, step, call)

@@ -86,6 +86,14 @@ class Call:
         """Whether it has an embedding as its answer."""
         return self.path == "/v1/embeddings" and self.status == 200
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar limits the output: a format, or a call that it has to be."""
+        choice = self.body.get("tool_choice", "auto")
+        kind = choice.get("type", "") if isinstance(choice, dict) else choice
+        guided = any(name.startswith("guided_") for name in self.body.get("nvext", {}))
+        return guided or "response_format" in self.body or kind not in ("auto", "none")
+
     def target(self, model: str, answer_id: str) -> str:
         """Return the path."""
         return self.path.replace("{model}", model).replace("{id}", answer_id)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api_calls import api_calls
+from caches import CLEAR
 from call import FRONTEND, GENERATIONS, LISTING, PAD_BYTES, Call, has_whole_arguments
 from exact_calls import access_calls, edges, proxied, stops, wire_edges
 from pins import pin_calls
@@ -385,6 +386,7 @@ def all_calls() -> dict[str, Call]:
             _add(_case_calls(name))
         _add(api_calls())
         _add(pin_calls())
+        _add(iter((CLEAR,)))
         for make in (*_EXACT.values(), access_calls):
             _add(make())
     return _KNOWN

@@ -12,6 +12,7 @@ import msgspec
 from aftermath import IN_FLIGHT
 from leaks import check_leaks
 from leftovers import check_leftovers, check_structures
+from lower_tiers import check_lower_tiers
 from machine import Process
 from network import Network
 from pools import check_least, check_most
@@ -252,6 +253,7 @@ def check_index(box: Box) -> Iterator[str]:
         for part in process.parts:
             if hasattr(part, "recovering_slots") and part._streams:  # an Indexer
                 yield from _check_blocks(process, part, held, host)
+    yield from check_lower_tiers(box)
 
 
 def _check_blocks(process: Process, indexer: Indexer, held: Held, host: Held) -> Iterator[str]:

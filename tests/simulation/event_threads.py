@@ -121,7 +121,7 @@ class CompiledThread:
         owner: Any = target
         self._ingest: SteppedIngest = owner.__self__.ingest
         self._ingest.threads.append(self)
-        self.socket = self._ingest.sockets[self._number]
+        self.socket: ThreadSocket = self._ingest.sockets[self._number]
         self.socket.thread = self
         self.daemon = False
         self.ident: int | None = None
@@ -218,7 +218,7 @@ class ThreadSocket:
         self.thread: CompiledThread | None = None
         self.frames: deque[bytes] = deque()
         """Those of the message that is being read."""
-        self.error = 0
+        self.error: int = 0
         self._topic = topic
         self._peers: dict[str, _Peer] = {}
         self._messages: deque[tuple[_Peer, tuple[int, int, bytes]]] = deque()

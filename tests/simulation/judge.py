@@ -293,6 +293,11 @@ class Judge:
         died = self._losses(request, first_s, drained=stopped)
         return died > 1 or self._losses(request, request.ended_s) > MIGRATIONS
 
+    def _is_cut_short(self, request: Request) -> bool:
+        """Whether its worker was lost and no other may go on: a grammar limits its output."""
+        limited = request.id in self._box.constrained
+        return limited and self._losses(request, request.ended_s) > 0
+
     def _losses(self, request: Request, until_s: float, drained: bool = True) -> int:
         """Return how many workers of its model were lost while it waited, up to ``until_s``.
 
@@ -337,7 +342,7 @@ class Judge:
             served = request.ending == "complete" and certain == "refused" and generated
             return "complete without a live worker" if served else ""
         if certain == "complete":
-            return "had to be complete"
+            return "" if self._is_cut_short(request) else "had to be complete"
         if request.ending != "complete":
             return ""  # the validator has judged whether the frontend lived
         return self._error_refusal(request, error)
@@ -384,6 +389,8 @@ class Judge:
 
     def _error_refusal(self, request: Request, error: str) -> str:
         """Return why ``error`` is not true of ``request``; '' if it is."""
+        if self._is_cut_short(request):
+            return ""
         if error.startswith(WORKERS_LOST):
             return "" if self._losses(request, request.ended_s) > 1 else "lost no two workers"
         if is_busy(request):

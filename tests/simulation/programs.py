@@ -29,6 +29,7 @@ import threads
 from attempts import received
 from fake_os import Launched
 from logprobs import with_logprobs
+from lower_tiers import recovered
 from machine import Process
 from process_end import ProcessKilled
 from records import written
@@ -274,6 +275,7 @@ def _connect_programs() -> None:
     _patch(EngineRequest, release=_received(EngineRequest.release))
     _patch(KvPicker, remove_worker=_left(KvPicker.remove_worker))
     _patch(Statefile, _write=written(Statefile._write))
+    _patch(indexer.Indexer, recovery_steps=recovered(indexer.Indexer.recovery_steps))
     _patch(worker.MockerService, handle=received(worker.MockerService.handle))
     _watch_routers()
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)

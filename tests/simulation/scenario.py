@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import surface
 from api_calls import with_api
+from caches import cleared, filled
 from calls import draw_calls, with_format
 from keys import keyed
 from pins import with_pins
@@ -348,6 +349,7 @@ def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     profile = PROFILES[old.profile]
     happening = Happenings(random.Random(f"situation faults {old.seed}"), profile)
     old = with_api(situated(old, profile, _request, happening.fault), Step)
+    old = filled(cleared(old, Step), ask, Step)
     return visited(with_shells(with_pins(old, ask, Step), profile, _shell), profile, Step)
 
 

@@ -310,7 +310,7 @@ class _Judge:
             if event["kind"] == "started" and (pid := _PID.match(event.get("text", "")))
         }
         missing = [one for one in self.truth.begun() if one.pid not in started]
-        if missing:
+        if missing and not self.box.clock_set():  # else they may be older than a day
             yield f"no event of the start of {missing}"
 
     # -- a frontend's answers

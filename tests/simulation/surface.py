@@ -107,6 +107,10 @@ HEADERS = (CLASS,)
 """Those of a request's fields that are sent as headers."""
 _CLASSES = Path(__file__).with_name("classes.yaml")
 _CLASS_NAMES = ("nightly", "never", "standard", "unknown")
+_HOST_SHARE = 0.15
+_HOST_BLOCKS = (8, 16, 64)
+_FEW_BLOCKS = 96
+"""So many fit on a device whose engine has host memory: it is full soon."""
 _THREADS_SHARE = 0.6
 """Of the boxes whose routers follow KV events."""
 _THREADS = (2, 2, 3)
@@ -205,6 +209,16 @@ def _health(dice: random.Random, graph: str) -> str:
     return graph.replace("ServiceArgs: {{workers", f"ServiceArgs: {{{{{_HEALTH}, workers")
 
 
+def _host_memory(dice: random.Random, graph: str) -> str:
+    """Give engines a small cache and host memory for what does not fit."""
+    blocks = dice.choice(_HOST_BLOCKS)
+    if dice.random() >= _HOST_SHARE or "enable-prefix-caching" in graph:
+        return graph
+    graph = re.sub("  num-host-blocks: .*\n", "", graph)
+    graph = re.sub("num-gpu-blocks-override: .*", f"num-gpu-blocks-override: {_FEW_BLOCKS}", graph)
+    return graph.replace(_ENGINE, f"{_ENGINE}  num-host-blocks: {blocks}\n")
+
+
 def _event_threads(dice: random.Random, graph: str) -> str:
     """Let compiled threads apply KV events. See :mod:`event_threads`."""
     count = dice.choice(_THREADS)
@@ -222,6 +236,7 @@ _DIMENSIONS: dict[str, Callable[[random.Random, str], str]] = {
     "planner": _planner,
     "health checks": _health,
     "event threads": _event_threads,
+    "host memory": _host_memory,
 }
 """What each dimension changes in a graph, by the name that its dice have."""
 
