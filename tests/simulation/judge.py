@@ -184,6 +184,7 @@ class Judge:
             and self._box.needs.get(request.id, WORKER) == WORKER
         ):
             away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
+            away = away or self._load.is_crowded(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
 

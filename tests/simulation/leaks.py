@@ -100,8 +100,8 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path} key", key
             yield f"{path}[]", one
     elif isinstance(value, _CONTAINERS):
-        for one in value:
-            yield f"{path}[]", one
+        grows = getattr(value, "maxlen", None) is None
+        yield from ((f"{path}[]", one) for one in value if grows)
     elif isinstance(value, MethodType):
         yield path + "()", value.__self__
     elif isinstance(value, functools.partial):

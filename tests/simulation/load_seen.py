@@ -28,6 +28,8 @@ _TRAVEL_S = 0.3
 """So long a request may be on its way, and a cancelled one in its worker."""
 _FELT_S = 6.0
 """So long after a fault a request may lose its worker by it."""
+_WAITING = 1000
+"""So many requests may wait for the first worker of a model."""
 _BUSY = ("All workers are busy", "Service temporarily overloaded", "worker at capacity")
 _QUEUE = re.compile(
     r'policy class "(\w+)" queue (\w+) limit reached \(current=(\d+), limit=(\d+)\)'
@@ -60,6 +62,11 @@ class Load:
             count = sum(one.choices for one in seen)
             if count <= room:
                 yield f"{process} rejected a request while its model had {count}, of {room}"
+
+    def is_crowded(self, request: Request) -> bool:
+        """Whether as many requests of its model wait as may wait for its first worker."""
+        at_s = request.started_s
+        return self._most(request, at_s, at_s, _TRAVEL_S) > _WAITING
 
     def may_refuse(self, request: Request) -> bool:
         """Whether a limit may have been exceeded while ``request`` waited for a worker."""

@@ -128,7 +128,8 @@ class _Judge:
         most += sum(model_of(one) == model for one in stopped)
         if ready > most:
             yield f"{ready} workers of {model} are ready, at most {most} were live"
-        if self.truth.is_quiet and ready < least - self._sleepers(model):
+        left = self._sleepers(model) + self.truth.interrupted()
+        if self.truth.is_quiet and ready < least - left:
             yield f"{ready} workers of {model} are ready, {least} were live"
 
     def _sleepers(self, model: str) -> int:

@@ -70,7 +70,7 @@ def check_rows(truth: Truth, rows: Rows, exact: bool = True) -> Iterator[str]:
     for row in rows:
         live = truth.live(row["name"])
         sleeps = any(truth.asleep(one)[1] for one in _lives(truth, row["name"]))
-        states = ("ready", "draining", *(["failed"] if truth.was_interrupted() else []))
+        states = ("ready", "draining", *(["failed"] if truth.interrupted() else []))
         if live == (1, 1) and not sleeps and row["state"] not in states:
             yield f"{row['name']} is {row['state']}, it was live"
         if exact and live == (1, 1) and not row.get("pids"):

@@ -36,14 +36,16 @@ class Bounds(NamedTuple):
 class _Asked(NamedTuple):
     """The requests of one frontend, which lived all the time, and those with a whole answer.
 
-    ``others`` are requests that no model answers: bad ones, and those that read something;
-    ``embedded`` requests have no first token. ``at_once`` is how many tokens may have come with the
-    first one: a worker of the public API sends what it likes.
+    ``others`` are requests that no model answers: bad ones, and those that read something. They
+    took ``others_s``, for they may wait for a first worker. ``embedded`` requests have no first
+    token. ``at_once`` is how many tokens may have come with the first one: a worker of the public
+    API sends what it likes.
     """
 
     all: Sequence[Request]
     whole: Sequence[Request]
     others: int
+    others_s: float
     embedded: int
     at_once: int
 
@@ -79,10 +81,13 @@ class _Asked(NamedTuple):
 
     def seconds(self, choices: bool = False) -> float:
         """Return the time of all requests, or of all their choices."""
-        return sum(
-            (one.ended_s - one.started_s + _LATE_S) * (one.choices if choices else 1)
-            for one in self.all
+        return self.others_s + sum(
+            _seconds(one) * (one.choices if choices else 1) for one in self.all
         )
+
+
+def _seconds(request: Request) -> float:
+    return request.ended_s - request.started_s + _LATE_S
 
 
 def _tokens(request: Request) -> int:
@@ -125,11 +130,12 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
                 if box.ports[one.id] == port and one.status != _UNKNOWN_KEY
             ]
             asked = [one for one in here if one.choices]  # of a model, not of the frontend
-            others = len(here) - len(asked)
+            others = [one for one in here if not one.choices]
             whole = [one for one in asked if _is_whole(one)]
             embedded = sum(one.api == "read" for one in asked)
             at_once = sum(_tokens(one) for one in whole if box.models[one.id] == API)
-            yield process, _Asked(asked, whole, others, embedded, at_once)
+            waited_s = sum(map(_seconds, others))
+            yield process, _Asked(asked, whole, len(others), waited_s, embedded, at_once)
 
 
 def _has_left(box: Box, request: Request) -> bool:

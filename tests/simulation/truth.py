@@ -171,9 +171,9 @@ class Truth:
         until_s = self.since_s - _SEEN_S + START_S
         return [one for one in self.box.machine.lived if model_of(one) and one.started_s <= until_s]
 
-    def was_interrupted(self) -> bool:
-        """Whether an operation was ever killed: what it left is shown until a repair."""
-        return any("killed" in results for results in self.box.results.values())
+    def interrupted(self) -> int:
+        """Return how many operations were killed so far: what they left is shown until a repair."""
+        return sum(results.count("killed") for results in self.box.results.values())
 
     @property
     def is_pristine(self) -> bool:
