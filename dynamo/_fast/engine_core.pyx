@@ -8,6 +8,7 @@ implementation: ``tests/oracle/engine_core.py``.
 
 cimport cython
 from cython.operator cimport dereference
+from cpython cimport array
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libcpp.string cimport string
@@ -31,18 +32,21 @@ cdef struct Output:
     uint32_t token
 
 
-def pack_ids(const uint32_t[::1] ids not None):
-    """Return ``ids`` as a MessagePack array, and the largest of them (0 if empty). O(len(ids))."""
-    cdef Py_ssize_t count = ids.shape[0], at, size = 0
+def pack_ids(array.array ids not None):
+    """Return ``array('I')`` as a MessagePack array, and its largest number (0 if empty). O(n)."""
+    if ids.ob_descr.typecode != c"I":
+        raise ValueError(f"ids must be array('I'), not array({ids.typecode!r})")
+    cdef const uint32_t* values = <const uint32_t*> ids.data.as_uints
+    cdef Py_ssize_t count = len(ids), at, size = 0
     cdef uint32_t largest = 0
     for at in range(count):
-        size += _uint_size(ids[at])
-        largest = max(largest, ids[at])
+        size += _uint_size(values[at])
+        largest = max(largest, values[at])
     cdef bytes packed = PyBytes_FromStringAndSize(NULL, _array_header_size(count) + size)
     cdef unsigned char* out = <unsigned char*> PyBytes_AS_STRING(packed)
     out = _put_array_header(out, <uint32_t> count)
     for at in range(count):
-        out = _put_uint(out, ids[at])
+        out = _put_uint(out, values[at])
     return packed, largest
 
 

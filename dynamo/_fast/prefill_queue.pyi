@@ -1,6 +1,5 @@
+from array import array
 from typing import final
-
-from typing_extensions import Buffer
 
 from dynamo._fast.seconds import SecondsCost
 
@@ -46,5 +45,5 @@ class PrefillQueues:
         """Note that prompts of ``slot`` wait for memory: the interval measures no speed."""
     def done_tokens(self, slot: int, now_s: float) -> int:
         """Return the estimate of computed tokens on ``slot``."""
-    def subtract_done(self, column: Buffer, now_s: float) -> None:
-        """Subtract the estimates from a column of i64 by slot. O(slots)."""
+    def subtract_done(self, column: array[int], now_s: float) -> None:
+        """Subtract the estimates from a column by slot, an ``array('q')``. O(slots)."""

@@ -1,6 +1,7 @@
 """The prompts that each slot computes in order, and how much of the oldest one is done."""
 
 cimport cython
+from cpython cimport array
 from libc.math cimport NAN, floor, isfinite, isnan
 from libc.stdint cimport int64_t
 from libcpp.vector cimport vector
@@ -179,15 +180,18 @@ cdef class PrefillQueues:
             return 0
         return <int64_t>floor(value_at(self._progress[slot], now_s))
 
-    def subtract_done(self, int64_t[::1] column not None, double now_s):
-        """Subtract the same from a column by slot."""
-        cdef size_t slot, width = <size_t>column.shape[0]
+    def subtract_done(self, array.array column not None, double now_s):
+        """Subtract the same from a column by slot, an ``array('q')``."""
+        if column.ob_descr.typecode != c"q":
+            raise ValueError(f"column must be array('q'), not array({column.typecode!r})")
+        cdef int64_t* values = <int64_t*>column.data.as_longlongs
+        cdef size_t slot, width = <size_t>len(column)
         if self._progress.size() < width:
             width = self._progress.size()
         for slot in range(width):
             # Most slots are idle: skip their floating point.
             if self._progress[slot].limit > 0:
-                column[slot] -= <int64_t>floor(value_at(self._progress[slot], now_s))
+                values[slot] -= <int64_t>floor(value_at(self._progress[slot], now_s))
 
     cdef _Prefill _pop(self, _Queue queue, str request_id):
         cdef _Prefill prefill = <_Prefill>queue.prefills.pop(request_id, None)

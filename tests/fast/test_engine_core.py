@@ -61,6 +61,8 @@ def test_prompts_of_any_length(count: int) -> None:
     packed, largest = pack_ids(ids)
     assert msgspec.msgpack.decode(packed) == ids.tolist()
     assert largest == max(count - 1, 0)
+    with pytest.raises(ValueError, match=r"array\('I'\), not array\('q'\)"):
+        pack_ids(array("q", ids))
 
 
 @given(

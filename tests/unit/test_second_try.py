@@ -12,6 +12,9 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+"""Others take half of the time of these runs."""
+
 CONFTEST = """
 import pytest
 from second_try import record_failures
@@ -56,7 +59,7 @@ class Suite:
         return self._start(command, DYN_SECOND_TRIES=str(self.kept))
 
     def _start(self, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), **PLUGINS, **variables}
         return subprocess.run(
             command, cwd=self.directory, env=environment, capture_output=True, text=True
         )
