@@ -39,8 +39,8 @@ def test_invalid_arguments() -> None:
             queues.begin(0, "a", tokens, cached_tokens, None, 0.0)
     with pytest.raises(IndexError, match="was not added"):
         PrefillQueues(SecondsCost()).begin(0, "a", 1, 0, None, 0.0)
-    with pytest.raises(ValueError, match=r"array\('q'\), not array\('d'\)"):
-        queues.subtract_done(array("d", [0.0]), 0.0)
+    with pytest.raises(ValueError, match=r"array\('q'\), not array\('Q'\)"):
+        queues.subtract_done(array("Q", [0]), 0.0)
 
 
 def test_a_slot_that_the_cost_does_not_have_gets_no_prefill() -> None:
