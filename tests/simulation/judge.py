@@ -14,6 +14,7 @@ from keys import LATE, NOT_GRANTED, demanded
 from kinds import certain_of_kind, refusal_of_kind
 from load_seen import Load, is_busy
 from machine import START_S
+from planned import no_planner
 from presence import API, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from relay import RELAYED, is_disturbed
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
@@ -31,8 +32,6 @@ REJECTED = "rejected"
 _LONGEST_STOP_S = 30.0
 NOTICE_S = 0.3
 """So long a frontend that runs may take to see that a model has a worker."""
-PLANNER_S = 1.0
-"""So long a planner that begins may take to say which models are started on demand."""
 SILENT_S = 6.0
 """So long it may take a worker that was stopped, and runs again, for silent."""
 _ARRIVAL_S = 0.05
@@ -183,8 +182,8 @@ class Judge:
             model in self._box.profile.on_demand
             and self._box.needs.get(request.id, WORKER) == WORKER
         ):
-            away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
-            away = away or self._load.is_crowded(request)
+            away = self._removed(request) or self._no_gpu(request)
+            away = away or no_planner(self._box, request) or self._load.is_crowded(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
 
@@ -272,19 +271,6 @@ class Judge:
             for frontend in self._frontends(self._box.ports[request.id])
             for span in self._box.stops.get(frontend.pid, ())
         )
-
-    def _no_planner(self, request: Request) -> bool:
-        """Whether no planner had said, all the time, which models are started on demand."""
-        since_s = request.started_s - PLANNER_S
-        planners = [one for one in self._box.machine.lived if one.program == "dynamo.planner"]
-        runs = [
-            one
-            for one in planners
-            if one.started_s - START_S < since_s
-            and (one.alive or one.ended_s - START_S > request.ended_s)
-        ]
-        stops = (span for one in runs for span in self._box.stops.get(one.pid, ()))
-        return not runs or any(one.meets(since_s, request.ended_s) for one in stops)
 
     def _may_lose(self, request: Request) -> bool:
         """Whether it may have lost two workers before its first token, or more than may migrate."""

@@ -15,8 +15,10 @@ from presence import decoders
 
 if TYPE_CHECKING:
     from box import Box
+    from history import Request
+    from machine import Process
 
-__all__ = ["check_decisions"]
+__all__ = ["check_decisions", "no_planner"]
 
 _DECIDED = re.compile(
     r" *([\d.]+)  box_Planner .*: model (\w+), policy sharing: decode (\d+) -> (\d+): (.*); decided"
@@ -28,6 +30,8 @@ _SLACK_S = 0.4
 """A frontend reports to planners five times a second, and bytes travel."""
 _WAITED_S = 2.0
 _FELT_S = 3.0
+_BEGINS_S = 1.0
+"""So long a planner that begins may take to say which models are started on demand."""
 
 
 def check_decisions(box: Box) -> Iterator[str]:
@@ -114,3 +118,26 @@ def _newest_s(box: Box, model: str, at_s: float) -> float:
                 newest_s = max(newest_s, changed_s)
             before = count
     return newest_s
+
+
+def no_planner(box: Box, request: Request) -> bool:
+    """Whether no planner had said, all the time, which models are started on demand."""
+    since_s = request.started_s - _BEGINS_S
+    planners = [one for one in box.machine.lived if one.program == "dynamo.planner"]
+    runs = [
+        one
+        for one in planners
+        if _begun_s(box, one) < since_s and (one.alive or one.ended_s - START_S > request.ended_s)
+    ]
+    stops = (span for one in runs for span in box.stops.get(one.pid, ()))
+    return not runs or any(one.meets(since_s, request.ended_s) for one in stops)
+
+
+def _begun_s(box: Box, planner: Process) -> float:
+    """Return when a planner began: its start asks the arbiter, which may be stopped."""
+    begun_s = planner.started_s - START_S
+    arbiters = (one for one in box.machine.lived if one.name == "serve")
+    for span in (span for one in arbiters for span in box.stops.get(one.pid, ())):
+        if begun_s <= span.until_s and span.since_s < begun_s + _BEGINS_S:
+            begun_s = span.until_s
+    return begun_s
