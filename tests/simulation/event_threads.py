@@ -35,6 +35,8 @@ _SOON_S = 0.0001
 _LATE_S = (0.02, 0.3)
 _LATE_SHARES = (0.05, 0.05, 0.5)
 """How late the threads of a router may be, and in which share of their turns."""
+_LOSSES = (0.0, 0.0, 0.3)
+"""The share of messages that a socket loses when another of the same publisher follows."""
 _AT_ONCE_SHARE = 0.5
 """Of the calls of the loop before which the threads have worked off what came."""
 _STOPPED_S = 0.05
@@ -220,6 +222,8 @@ class ThreadSocket:
         """Those of the message that is being read."""
         self.error: int = 0
         self._topic = topic
+        self._dice = fake_os.machine().random
+        self._loss = self._dice.choice(_LOSSES)
         self._peers: dict[str, _Peer] = {}
         self._messages: deque[tuple[_Peer, tuple[int, int, bytes]]] = deque()
         self._first: _Peer | None = None
@@ -251,7 +255,10 @@ class ThreadSocket:
         self._messages = deque(one for one in self._messages if one[0] is not peer)
 
     def arrived(self, peer: _Peer, event: tuple[int, int, bytes]) -> None:
-        """A message has come."""
+        """A message has come; the one before it is lost at times, as if a queue had been full."""
+        last = self._messages[-1][0] if self._messages else None
+        if last is peer and self._dice.random() < self._loss:
+            self._messages.pop()
         self._messages.append((peer, event))
         if self.thread is not None:
             self.thread.wake()

@@ -37,9 +37,10 @@ _KEPT = {
     "StatusSampler._events",
     "WorkerActions._problems",
     "PlannedModel.text",
+    "simulated_subscriber.<locals>.Subscriber._left",
 }
 """What is kept on purpose: the last requests and pulls, the card of a model, sessions, the heads
-of earlier requests, the latest problems of a planner."""
+of earlier requests, the latest problems of a planner, the last publishers that left."""
 _ROOTS = {
     "DistributedRuntime",
     "HttpServer",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from decisions import check_router
+from planes import EventHub
 from presence import asleep
 
 if TYPE_CHECKING:
@@ -171,6 +172,9 @@ def check_leftovers(box: Box) -> Iterator[str]:
         yield from _peers(process)
     yield from _descriptors(box)
     yield from _reports(box)
+    for link in EventHub.here().links:
+        if link.publisher is None and link.subscriber.process.alive:
+            yield f"{link.subscriber.process} connects to {link.address}, which has no publisher"
 
 
 def _peers(process: Process) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import zmq
 from live_kit import CHAINED, Box, Worker, stored
 from test_live_router import (
     overlap,
@@ -178,6 +179,18 @@ async def test_no_thread_has_a_stream_whose_slot_is_freed(
     monkeypatch.setattr(live.picker, "remove_worker", free)
     live._on_instances([], [worker.id])
     assert known == [None]
+
+
+async def test_a_publisher_that_left_loses_its_subscriber(box: Box, tmp_path: Path) -> None:
+    live = await box.route()
+    assert live.events is not None and live.events.threads is not None
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        address = f"ipc://{tmp_path}/left.sock"
+        publisher.bind(address)
+        live.events.threads.subscriber.connect(address, 7)
+        assert publisher.poll(10_000) and publisher.recv()[:1] == b"\x01"
+        live.events.threads.subscriber.disconnect(address)
+        assert publisher.poll(10_000) and publisher.recv()[:1] == b"\x00"
 
 
 async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:
