@@ -134,12 +134,14 @@ class CompiledThread:
         self._go, self._done = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._done.acquire()
+        self._gone = _thread.allocate_lock()
         self._wakeup = select.poll()
         self._wakeup_fd = -1
 
     def start(self) -> None:
         """Begin soon."""
         self.ident = _thread.start_new_thread(self._main, ())
+        self._done.acquire()  # it waits for its first turn
         self.process.on_death[self._kill] = None
         self.wake()
 
@@ -174,6 +176,8 @@ class CompiledThread:
     def _step(self) -> None:
         self._go.release()
         self._done.acquire()
+        if self._ended:  # what it frees has an order, too
+            self._gone.acquire()
 
     def _kill(self) -> None:
         """Its process has ended: let it return without another effect."""
@@ -185,6 +189,9 @@ class CompiledThread:
     # -- in the thread
 
     def _main(self) -> None:
+        self._gone = _thread._set_sentinel()  # released when nothing of the thread is left
+        self._gone.acquire()
+        self._done.release()
         self._go.acquire()
         _SimulatedZmq.here.thread = self
         try:
