@@ -29,13 +29,13 @@ from planes import Link
 if TYPE_CHECKING:
     from machine import Process
 
-__all__ = ["connect_event_threads"]
+__all__ = ["LOSSES", "connect_event_threads"]
 
 _SOON_S = 0.0001
 _LATE_S = (0.02, 0.3)
 _LATE_SHARES = (0.05, 0.05, 0.5)
 """How late the threads of a router may be, and in which share of their turns."""
-_LOSSES = (0.0, 0.0, 0.3)
+LOSSES: tuple[float, ...] = (0.0, 0.0, 0.3)
 """The share of messages that a socket loses when another of the same publisher follows."""
 _AT_ONCE_SHARE = 0.5
 """Of the calls of the loop before which the threads have worked off what came."""
@@ -134,7 +134,7 @@ class CompiledThread:
         self._go, self._done = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._done.acquire()
-        self._gone = _thread.allocate_lock()
+        self._gone = _thread.allocate_lock()  # released when nothing of the thread is left
         self._wakeup = select.poll()
         self._wakeup_fd = -1
 
@@ -189,7 +189,7 @@ class CompiledThread:
     # -- in the thread
 
     def _main(self) -> None:
-        self._gone = _thread._set_sentinel()  # released when nothing of the thread is left
+        self._gone = _thread._set_sentinel()  # type: ignore[attr-defined]
         self._gone.acquire()
         self._done.release()
         self._go.acquire()
@@ -230,7 +230,7 @@ class ThreadSocket:
         self.error: int = 0
         self._topic = topic
         self._dice = fake_os.machine().random
-        self._loss = self._dice.choice(_LOSSES)
+        self._loss = self._dice.choice(LOSSES)
         self._peers: dict[str, _Peer] = {}
         self._messages: deque[tuple[_Peer, tuple[int, int, bytes]]] = deque()
         self._first: _Peer | None = None
