@@ -45,7 +45,6 @@ SEEDS: dict[str, int] = {
     "reports-of-a-removed-worker-kept": 15,
     "requests-of-a-removed-worker-stay-in-flight": 188,
     "silence-noticed-a-tick-late": 269,
-    "slot-freed-before-its-threads-forget-it": 65,
     "statefile-not-synced": 125,
     "stop-string-over-two-outputs": 5,
     "stop-strings-one-too-many": 31,

@@ -96,6 +96,7 @@ class Models:
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self._forgot = False
+        self._closed = False
         self._left: dict[str, None] = {}
         statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
         self._graph = GraphModels(statefile, runtime.settings.discovery_backend == "file")
@@ -120,6 +121,7 @@ class Models:
 
     async def close(self) -> None:
         """Stop watching, close all models."""
+        self._closed = True
         self.on_demand.close()
         if self._watch is not None:
             self._watch.close()
@@ -402,7 +404,7 @@ class Models:
 
     def _forget_adapter(self, entry: ModelEntry, card: ModelCard) -> None:
         """Forget an adapter whose last worker still serves others; a dead one serves none."""
-        if entry.workers or self._entries.get(entry.name) is not entry:
+        if self._closed or entry.workers or self._entries.get(entry.name) is not entry:
             return
         if entry.metrics.active.value:  # its last requests run on
             loop = asyncio.get_running_loop()

@@ -817,6 +817,25 @@ async def test_of_models_without_workers_the_last_ones_stay(
         assert statuses == [404, 503, 503]
 
 
+async def test_an_adapter_that_left_before_the_end_of_its_frontend_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ADAPTER_GONE_S", 1.0)
+    loop, errors = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    async with running(tmp_path, planner=False) as site:
+        worker = await site.worker()
+        await worker.card("/ad", display_name="ad", lora_name="ad")
+        await until(partial(serves, site, "ad"))
+        key = f"v1/mdc/ns/backend/generate/{worker.runtime.instance_id:x}/ad"
+        await worker.runtime.discovery.delete(key)
+        await until(partial(lacks_workers, site, "ad"))
+        later = loop.create_future()
+        loop.call_later(1.0, later.set_result, None)  # after the frontend's own timer
+    await later
+    assert errors == []
+
+
 async def test_what_adapters_leave_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
