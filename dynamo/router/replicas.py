@@ -84,9 +84,9 @@ class ReplicaSync:
             *here, self._on_message, on_publisher=self._on_publisher
         )
         await self._subscription.ready()
-        self._publisher = await self._runtime.publisher(*here)
         self._runtime.on_close(self.close)
         self._picker.local_requests = self.local
+        await self._runtime.publish_when_possible(*here, self._publish)
         self._send_heartbeat()
 
     def close(self) -> None:
@@ -108,13 +108,17 @@ class ReplicaSync:
     def _on_pending(self) -> None:
         self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
+    def _publish(self, publisher: EventPublisher) -> None:
+        if self._picker.local_requests is not None:  # not closed before it could be registered
+            self._publisher = publisher
+
     def _flush(self) -> None:
         if self._flush_handle is not None:
             self._flush_handle.cancel()
             self._flush_handle = None
-        if self._has_no_peers():
+        if self._publisher is None or self._has_no_peers():
             self.local.drop_pending()
-        elif self._publisher is not None:
+        else:
             for batch in self.local.take_pending():
                 self._publisher.publish(codec.encode(batch))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import logging
@@ -16,7 +17,7 @@ from dynamo.config import from_env
 from dynamo.config.runtime import EVENT_PLANES, EtcdSettings, NatsSettings, RuntimeSettings
 from dynamo.config.system import SystemSettings, TracingSettings
 from dynamo.config.worker import EndpointSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, EngineShutdown, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.endpoints.admission import AdmissionQueue
@@ -35,6 +36,7 @@ from dynamo.runtime.requests.tls import RequestTls
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
 
+_AGAIN_S = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -178,6 +180,26 @@ class DistributedRuntime:
         """Return the publisher of this process on the topic; register it in discovery."""
         await self.start()
         return await self._publishers.get((namespace, component, topic))
+
+    async def publish_when_possible(
+        self, namespace: str, component: str, topic: str, use: Callable[[EventPublisher], None]
+    ) -> None:
+        """Call ``use`` with the publisher, as soon as it can be registered: now, or on a full disk
+        later. For what requests do not depend on.
+
+        Raises EngineShutdown when the process is shutting down.
+        """
+        try:
+            use(await self.publisher(namespace, component, topic))
+        except Unavailable as error:
+            log.warning("%s; trying again in %g s", error.message, _AGAIN_S)
+            again = self._publish_later(namespace, component, topic, use)
+            self.tasks.spawn(again, name=f"publisher of {topic}")
+
+    async def _publish_later(self, *channel: Any) -> None:
+        await asyncio.sleep(_AGAIN_S)
+        with contextlib.suppress(EngineShutdown):
+            await self.publish_when_possible(*channel)
 
     def subscribe(
         self,

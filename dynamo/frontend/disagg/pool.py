@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Unavailable
@@ -18,6 +19,7 @@ from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, Rou
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage
+from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
 
 AGAIN_S = 1.0
@@ -197,13 +199,17 @@ class _Active:
         routed = RoutedWorkers(*endpoint, router.block_size, model, "prefill")
         live = self._live = make_router(runtime, routed, prefill_settings(settings), workers)
         await live.start()
-        publisher = await runtime.publisher(*endpoint[:2], PREFILL_QUEUE)
-        self._publisher = QueueStatePublisher(model, router.queue, publisher.publish)
         client.on_inhibited(live.picker.worker_pool.avoid)
         live.picker.worker_pool.is_silent = client.is_silent
         router.attach(live.picker, client)
-        router.on_change = self._publisher.check
         workers.on_change(self._changed)  # after the picker's own
+        use = partial(self._publish, model)
+        await runtime.publish_when_possible(*endpoint[:2], PREFILL_QUEUE, use)
+
+    def _publish(self, model: str, publisher: EventPublisher) -> None:
+        if self._router.workers.client is self._client:  # not closed before it could be registered
+            self._publisher = QueueStatePublisher(model, self._router.queue, publisher.publish)
+            self._router.on_change = self._publisher.check
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Set the load above which a worker is busy."""

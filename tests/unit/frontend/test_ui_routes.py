@@ -131,9 +131,11 @@ class Page:
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         self.watching += 1
-        yield
-        self.watching -= 1
-        self.unwatched.set()
+        try:
+            yield
+        finally:
+            self.watching -= 1
+            self.unwatched.set()
 
     def act(self, action: str, name: str, by: str) -> str:
         self.pressed.append((action, name))

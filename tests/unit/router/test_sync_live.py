@@ -14,6 +14,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker
 from until import until
 
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import Unavailable
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router import replicas as sync
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
@@ -21,6 +22,7 @@ from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.replica_loads import ACTIVE_SEQUENCES
 from dynamo.router.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.events.channels import Publishers
 
 Load = tuple[int, int, int]
 
@@ -117,6 +119,32 @@ async def test_a_late_replica_gets_the_running_requests(replicas: Replicas) -> N
     third = await replicas.router()
     await until(lambda: load(third, worker) == (10, 6, 2))
     assert "dynamo_component_router_replica_resyncs_total" in replicas.page(1)
+
+
+async def test_a_router_that_cannot_register_yet_serves_and_shares_its_load_later(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that starts on a full disk."""
+    monkeypatch.setattr("dynamo.runtime.distributed._AGAIN_S", 0.01)
+    register, is_full = Publishers.get, True
+
+    async def get(self: Publishers, channel: tuple[str, str, str]) -> Any:
+        if is_full:
+            raise Unavailable("cannot register: No space left on device")
+        return await register(self, channel)
+
+    worker = await replicas.worker()
+    first = await replicas.router()
+    monkeypatch.setattr(Publishers, "get", get)
+    second = await replicas.router()
+    second.picker.pick("a", PROMPT)
+    first.picker.pick("b", PROMPT)
+    await asyncio.sleep(0)
+    assert load(first, worker) == load(second, worker) == (16, 4, 1)
+    assert not sync_of(second).local.take_pending()  # it would grow
+    is_full = False
+    await until(lambda: load(first, worker) == load(second, worker) == (32, 4, 2))
+    await wait_until_in_sync(first, second)
 
 
 async def test_the_load_of_an_exited_replica_is_removed(replicas: Replicas) -> None:

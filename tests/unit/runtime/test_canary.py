@@ -68,8 +68,10 @@ class CheckedByTest(CheckedEndpoint):
 async def checking(endpoint: CheckedByTest) -> AsyncIterator[Registry]:
     registry, tasks = Registry(), Tasks()
     tasks.spawn(Canary(SHORT, endpoint, {"prompt": "x"}, registry).run())
-    yield registry
-    await tasks.close()
+    try:
+        yield registry
+    finally:
+        await tasks.close()
 
 
 def fail(error: DynamoError) -> Callable[[StreamSink], None]:
