@@ -292,7 +292,7 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(box: Box, tmp_pat
 async def test_a_model_is_served_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its router tells the others of its load when there is room again, not before."""
+    """Its router sends the others its load when there is room again."""
     async with running(tmp_path, RouterSettings(mode="kv", replica_sync=True)) as box:
 
         async def full(*args: str) -> EventPublisher:
