@@ -133,7 +133,7 @@ class RoutedEndpoint:
         workers = RoutedWorkers(*self.path, self.block_size)
         self._router = ConnectedKvRouter(self._runtime, workers, self._settings, self.client)
         self.picker = self._router.picker
-        self.client.on_inhibited(self.picker.worker_pool.avoid)
+        self.client.on_inhibited(self.picker.eligibility.avoid)
         self.picker.worker_pool.is_silent = self.client.is_silent
         await self._router.start()
 

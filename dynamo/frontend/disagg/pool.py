@@ -199,7 +199,7 @@ class _Active:
         routed = RoutedWorkers(*endpoint, router.block_size, model, "prefill")
         live = self._live = make_router(runtime, routed, prefill_settings(settings), workers)
         await live.start()
-        client.on_inhibited(live.picker.worker_pool.avoid)
+        client.on_inhibited(live.picker.eligibility.avoid)
         live.picker.worker_pool.is_silent = client.is_silent
         router.attach(live.picker, client)
         workers.on_change(self._changed)  # after the picker's own

@@ -29,7 +29,6 @@ from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.picker import Picker
-from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.process.threads import in_daemon_thread
 
@@ -327,7 +326,7 @@ class ModelEntry:
             raise
         admitted.on_change(self._workers_changed)  # after the picker's own
         pool = router.picker.worker_pool
-        client.on_inhibited(partial(self._avoid, pool))
+        client.on_inhibited(partial(self._avoid, router.picker))
         pool.is_silent = client.is_silent
         client.can_move = pool.has_answering  # the endpoint may have other models' workers
         dispatch = Dispatch(router.picker, client, router.queue, self._migrations)
@@ -364,9 +363,9 @@ class ModelEntry:
         router = PrefillRouter(self.name, block_size, settings, metrics, dispatch)
         self.prefill.open(runtime, settings, router)
 
-    def _avoid(self, pool: WorkerPool, worker_id: int, avoided: bool) -> None:
-        pool.avoid(worker_id, avoided)
-        if not avoided and worker_id in pool.members and self.on_worker is not None:
+    def _avoid(self, picker: Picker, worker_id: int, avoided: bool) -> None:
+        picker.eligibility.avoid(worker_id, avoided)
+        if not avoided and worker_id in picker.worker_pool.members and self.on_worker is not None:
             self.on_worker()  # the connection was lost, not the worker
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:

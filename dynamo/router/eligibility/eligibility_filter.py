@@ -362,6 +362,12 @@ class EligibilityFilter:
         if self._on_change is not None:
             self._on_change()
 
+    def avoid(self, worker_id: int, avoided: bool) -> None:
+        """See :meth:`WorkerPool.avoid`. Requests that wait are routed again."""
+        self.worker_pool.avoid(worker_id, avoided)
+        if self._on_change is not None:
+            self._on_change()
+
     def load_added(self, worker_id: int) -> None:
         """Update the worker after a request was booked there."""
         self.busy.update(worker_id)

@@ -176,6 +176,19 @@ def test_what_lets_the_head_go(event: str) -> None:
     assert world.sample("queue_wait_seconds_count") == len(world.order) - 2
 
 
+def test_a_worker_that_answers_again_lets_the_head_go() -> None:
+    world = World()
+    fill(world)
+    world.picker.eligibility.avoid(3, True)
+    world.add_worker(3)
+    assert not world.ask("waits")
+    world.turn()
+    world.picker.eligibility.avoid(3, False)
+    world.turn()  # at once, not at the next tick
+    decision = world.outcomes["waits"]
+    assert isinstance(decision, Decision) and decision.worker_id == 3
+
+
 def test_an_unknown_batch_is_ten_million_tokens() -> None:
     world = World(0)
     world.add_worker(1, None)
