@@ -285,7 +285,7 @@ class SupervisingArbiter(RollingArbiter):
         found: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
         chosen = [watcher for watcher in found if watcher.autostart]
         for watcher in chosen:
-            watcher.starting = True
+            watcher.starting = watcher.is_stopped()
         for watcher in chosen:
             if not self._stopping:
                 await watcher._start()

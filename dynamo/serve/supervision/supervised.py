@@ -226,6 +226,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     async def _start(self) -> None:
         self.numprocesses = max(1, self.numprocesses)  # `circusctl decr` may have left none
         if not self.is_stopped() and len(self.processes) >= self.numprocesses:
+            self.starting = False
             return  # one that sleeps must not claim its GPUs: its engine would sleep on
         self.given_up = None
         self._restarts.forget()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.serve.state.document import ACTIVE, STOPPED
+from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.supervised import RestartPolicy, Restarts, SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import describe_exit
 
@@ -320,6 +321,20 @@ async def test_a_watcher_that_looks_for_gpus_does_not_count_as_stopped() -> None
     found.set()
     await start
     assert watcher.status() == "stopped" and not watcher.processes
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+async def test_a_start_of_all_does_not_mark_those_that_run(flagged: bool) -> None:
+    """Else they would count as active when they are stopped later."""
+    watcher = watcher_of(Process(1))
+    watcher._status, watcher.autostart, watcher.restarts = "active", True, 0
+    watcher.last_exit = watcher.last_words = ""
+    watcher.starting = flagged  # by a start that another one has overtaken
+    arbiter: Any = SimpleNamespace(_stopping=False)
+    await SupervisingArbiter._start_watchers(arbiter, lambda: [watcher])
+    assert not watcher.starting
+    watcher.processes, watcher.numprocesses = {}, 0
+    assert (watcher.status(), watcher.supervision.status) == ("stopped", STOPPED)
 
 
 async def test_a_process_that_exits_at_once_does_not_stop_its_watcher() -> None:
