@@ -31,6 +31,7 @@ from fake_os import Launched
 from logprobs import with_logprobs
 from lower_tiers import recovered
 from machine import Process
+from ordered import order_sets
 from process_end import ProcessKilled
 from records import written
 
@@ -278,6 +279,7 @@ def _connect_programs() -> None:
     _patch(indexer.Indexer, recovery_steps=recovered(indexer.Indexer.recovery_steps))
     _patch(worker.MockerService, handle=received(worker.MockerService.handle))
     _watch_routers()
+    order_sets()
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
