@@ -7,7 +7,7 @@ SEEDS: dict[str, int] = {
     "answer-without-a-length-is-cut": 75,
     "buckets-that-do-not-add-up": 1,
     "cache-gives-one-origin-the-answer-of-another": 49,
-    "cached-tokens-counted-as-input-of-messages": 60,
+    "cached-tokens-counted-as-input-of-messages": 75,
     "change-during-a-write-is-forgotten": 18,
     "chunk-size-without-its-limit": 120,
     "client-that-left-keeps-its-place-in-the-queue": 15,
