@@ -359,7 +359,7 @@ async def test_a_worker_serves_when_its_process_has_registered(world: World) -> 
 
 @pytest.fixture
 def adding(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world in which watchers can be added and removed; ``done`` tells of those left stopped."""
+    """A world in which watchers can be added and removed; ``done`` names those left stopped."""
 
     async def remove(watchers: list[Watcher]) -> None:
         await World.remove(world, watchers)
