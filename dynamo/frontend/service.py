@@ -61,6 +61,7 @@ from dynamo.router.factory import ineffective_settings, summarize
 from dynamo.router.kv_mode.policy_types import check_policies
 from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.distributed import REGISTER_AGAIN_S
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.sockets import bracketed
@@ -73,7 +74,6 @@ _MIB = 1024 * 1024
 _SPARE_FILES = 256
 _LAST_REQUEST_S = 1.0  # for a connected client to send it
 _LOAD_S = 30.0  # then listen without the models that are still loading
-_LEASE_AGAIN_S = 5.0
 _PERIOD_S = 0.1
 _STALL_S = 0.1
 
@@ -304,8 +304,8 @@ class Frontend:
             except EngineShutdown:  # granted to another part, and lost, since the last try
                 break
             except Unavailable as error:
-                log.warning("%s; trying again in %g s", error.message, _LEASE_AGAIN_S)
-                await asyncio.sleep(_LEASE_AGAIN_S)
+                log.warning("%s; trying again in %g s", error.message, REGISTER_AGAIN_S)
+                await asyncio.sleep(REGISTER_AGAIN_S)
         if not self._stop.is_set():
             self.stop()
 

@@ -36,7 +36,8 @@ from dynamo.runtime.requests.tls import RequestTls
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
 
-_AGAIN_S = 5.0
+REGISTER_AGAIN_S = 5.0
+"""When a registration is tried again for which there was no room on the disk."""
 log = logging.getLogger(__name__)
 
 
@@ -192,12 +193,12 @@ class DistributedRuntime:
         try:
             use(await self.publisher(namespace, component, topic))
         except Unavailable as error:
-            log.warning("%s; trying again in %g s", error.message, _AGAIN_S)
+            log.warning("%s; trying again in %g s", error.message, REGISTER_AGAIN_S)
             again = self._publish_later(namespace, component, topic, use)
             self.tasks.spawn(again, name=f"publisher of {topic}")
 
     async def _publish_later(self, *channel: Any) -> None:
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(REGISTER_AGAIN_S)
         with contextlib.suppress(EngineShutdown):
             await self.publish_when_possible(*channel)
 

@@ -184,7 +184,7 @@ ROUTER = (
     Mutant(
         "room-at-a-full-worker-wakes-no-queue",
         "dynamo.router.eligibility.eligibility_filter",
-        "        self.busy.recovered(worker_id)\n        self._update_follows_load()\n        if self._on_change is not None:\n            self._on_change()\n\n    def avoid",
+        "        self.busy.recovered(worker_id)\n        self._update_follows_load()\n        self._changed()\n\n    def avoid",
         "        self.busy.recovered(worker_id)\n        self._update_follows_load()\n\n    def avoid",
         ("unit/router/test_busy.py::test_room_at_a_full_worker_is_a_change_for_the_queue",),
     ),

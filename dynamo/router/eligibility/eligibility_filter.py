@@ -359,14 +359,12 @@ class EligibilityFilter:
         """See :meth:`BusyWatch.recovered`. Requests that wait are routed again."""
         self.busy.recovered(worker_id)
         self._update_follows_load()
-        if self._on_change is not None:
-            self._on_change()
+        self._changed()
 
     def avoid(self, worker_id: int, avoided: bool) -> None:
         """See :meth:`WorkerPool.avoid`. Requests that wait are routed again."""
         self.worker_pool.avoid(worker_id, avoided)
-        if self._on_change is not None:
-            self._on_change()
+        self._changed()
 
     def load_added(self, worker_id: int) -> None:
         """Update the worker after a request was booked there."""
@@ -378,13 +376,15 @@ class EligibilityFilter:
             self.busy.recovered(worker_id)
             self._update_follows_load()
         self.busy.update(worker_id)
-        if self._on_change is not None:
-            self._on_change()
+        self._changed()
 
     def forget(self, worker_id: int) -> None:
         """Forget a removed worker."""
         self.busy.forget(worker_id)
         self._update_follows_load()
+        self._changed()
+
+    def _changed(self) -> None:
         if self._on_change is not None:
             self._on_change()
 

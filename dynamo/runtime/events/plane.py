@@ -36,12 +36,11 @@ late subscriber requests what it needs.
 """
 MALFORMED = (ValueError, struct.error, msgspec.MsgspecError)
 """What :func:`unpack` raises for bytes that are no event."""
+_MOST_LEFT = 256  # so many publishers that left are known, to drop what was on its way
 _VERSION = 1
 _HEAD = struct.Struct(">BI")
 HIGH_WATER_MESSAGES = 100_000
 MESSAGES_PER_TURN = 256
-_LEFT = 256
-"""The publishers that left last, whose late events are dropped."""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 CONNECT_TIMEOUT_MS = 3000
@@ -93,7 +92,7 @@ class SequencedSubscriber:
         self._on_gap = on_gap
         self._expected: dict[int, int] = {}
         self._addresses: dict[str, Any] = {}
-        self._left: deque[int] = deque(maxlen=_LEFT)
+        self._left: deque[int] = deque(maxlen=_MOST_LEFT)
 
     def _deliver(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         self.received += 1

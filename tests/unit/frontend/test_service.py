@@ -104,7 +104,7 @@ async def test_a_lease_that_was_lost_before_it_was_seen_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk was full; another part of the process had the lease granted, and it was removed."""
-    monkeypatch.setattr(service, "_LEASE_AGAIN_S", 0.05)
+    monkeypatch.setattr(service, "REGISTER_AGAIN_S", 0.05)
     async with frontend(tmp_path) as one:
         full = iter([Unavailable("No space left on device"), EngineShutdown("shutting down")])
 
