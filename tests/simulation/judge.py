@@ -159,13 +159,13 @@ class Judge:
         goes, and answers them once it is continued.
         """
         model = self._model(request)
-        workers = [one for one in self._box.machine.lived if model_of(one) == model]
-        stops = [span for one in workers for span in self._box.stops.get(one.pid, ())]
-        if any(one.meets(request.started_s, request.started_s) for one in stops):
-            return False
         if model in self._box.profile.on_demand or self._blind(request):
             return False
         if any(".sock" in one.why for one in self._causes(request)):
+            return False
+        workers = [one for one in self._box.machine.lived if model_of(one) == model]
+        stops = [span for one in workers for span in self._box.stops.get(one.pid, ())]
+        if any(one.meets(request.started_s, request.started_s) for one in stops):
             return False
         return any(
             one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]

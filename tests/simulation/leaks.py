@@ -101,8 +101,8 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path} key", key
             yield f"{path}[]", one
     elif isinstance(value, _CONTAINERS):
-        grows = getattr(value, "maxlen", None) is None
-        yield from ((f"{path}[]", one) for one in value if grows)
+        for one in value:
+            yield f"{path}[]", one
     elif isinstance(value, MethodType):
         yield path + "()", value.__self__
     elif isinstance(value, functools.partial):
