@@ -12,12 +12,14 @@ at the end of each run until it is mended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,8 +59,33 @@ class FailureRecord:
             session.exitstatus = RECORDED
 
 
+class FailureEnd:
+    """A plugin of pytest by which what a failed test left open fails no other test.
+
+    The error keeps its local variables alive; they would be collected in a later test, which the
+    warnings of open sockets and files would fail.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Collect them after a test that failed."""
+        failed = item.session.testsfailed
+        result = yield
+        if item.session.testsfailed > failed:
+            for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+                vars(sys).pop(name, None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+        return result
+
+
 def record_failures(config: pytest.Config) -> None:
-    """Register the record in the process that collects reports, if the environment names a file."""
+    """Register the record in the process that collects reports, if the environment names a file.
+
+    The end of a failed test is registered in each process.
+    """
+    config.pluginmanager.register(FailureEnd())
     # Not inherited: neither workers nor a pytest that a test starts may record.
     path = os.environ.pop(VARIABLE, None)
     if path and not hasattr(config, "workerinput"):

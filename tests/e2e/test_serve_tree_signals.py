@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -129,15 +130,18 @@ def test_requests_that_no_worker_has_yet(serving: Serving) -> None:
     """
     port = free_port()
     own = ("--namespace", serving.namespace, f"--Frontend.http-port={port}")
-    slow = ("--PrefillWorker.speedup-ratio=0.3", "--PrefillWorker.ServiceArgs.workers=1")
+    slow = ("--PrefillWorker.speedup-ratio=0.1", "--PrefillWorker.ServiceArgs.workers=1")
     one = ("--Frontend.router-prefill-slots=1",)
     serving.start(DISAGG, *own, *slow, *one, wait="ready: http://127.0.0.1:.* model: tiny")
     serving.until(lambda: metric(port, "dynamo_frontend_prefill_workers"))
-    streams = [Stream(port, number, "word " * 800, begun=False) for number in range(3)]
-    serving.until(lambda: metric(port, "dynamo_frontend_prefill_queue_depth") >= 2)
-    for process in sorted(serving.survivors(), key=lambda process: process.pid):
-        process.send_signal(signal.SIGTERM)
-    texts = rest(streams)
+    with contextlib.ExitStack() as opened:
+        streams = [Stream(port, number, "word " * 800, begun=False) for number in range(3)]
+        for stream in streams:
+            opened.enter_context(stream.socket)
+        serving.until(lambda: metric(port, "dynamo_frontend_prefill_queue_depth") >= 2)
+        for process in sorted(serving.survivors(), key=lambda process: process.pid):
+            process.send_signal(signal.SIGTERM)
+        texts = rest(streams)
     assert [finished(text) for text in texts] == [True] * 3, [texts, serving.text()]
     assert serving.wait() == 0
     serving.assert_clean()

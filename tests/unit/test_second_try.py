@@ -38,6 +38,20 @@ def test_broken():
 """
 
 
+LEAK = """
+import gc, socket
+
+def test_that_fails():
+    left = socket.socket()
+    held = [left]
+    held.append(held)
+    assert False, "while a socket is open"
+
+def test_after_it():
+    gc.collect()
+"""
+
+
 class Suite:
     """A small suite in a directory of its own, and its record of failures."""
 
@@ -129,3 +143,10 @@ def test_a_test_that_is_unlucky_in_two_of_ten_runs_is_named(suite: Suite) -> Non
     suite.record = suite.directory / "failures of the next run"
     told = suite.second_try().stdout
     assert "last 10 runs: 2," in told and "mend or remove" not in told
+
+
+def test_what_a_failed_test_left_open_fails_no_other_one(suite: Suite) -> None:
+    (suite.directory / "pytest.ini").write_text("[pytest]\nfilterwarnings = error")
+    (suite.directory / "test_a.py").write_text(LEAK)
+    done = suite.run()
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
