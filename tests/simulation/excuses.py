@@ -93,6 +93,7 @@ class Causes:
         self.reload_returns = True
         """Whether a reload starts stopped workers; not those of models on demand."""
         self._verbs: dict[int, list[Cause]] = {}
+        self._of: dict[str, tuple[int, list[Cause]]] = {}
 
     def hit(self, process: Process, why: str, at_s: float, seconds: float = 0.0) -> None:
         """A fault has hit ``process``, for ``seconds``."""
@@ -161,12 +162,15 @@ class Causes:
 
     def of(self, model: str) -> list[Cause]:
         """Return the causes for which workers of ``model`` may be away."""
+        seen, causes = self._of.get(model, (0, []))
         services = [service for service, served in SERVED_BY.items() if served == model]
-        return [
+        causes += [
             one
-            for one in self.found
+            for one in self.found[seen:]
             if one.whom in ("", model) or any(word in services for word in one.whom.split("_"))
         ]
+        self._of[model] = len(self.found), causes
+        return causes
 
 
 def target_of(step: Step) -> str:

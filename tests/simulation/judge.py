@@ -18,6 +18,7 @@ from planned import no_planner
 from presence import API, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from relay import RELAYED, is_disturbed
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
+from workers_seen import WorkersSeen
 
 if TYPE_CHECKING:
     from box import Box
@@ -77,6 +78,7 @@ class Judge:
             for model in (*box.profile.models, RELAYED, API)
         }
         self._load = Load(box)
+        self._workers = WorkersSeen(box)
         self.counts: Counter[str] = Counter()
 
     def failures(self) -> Iterator[str]:
@@ -163,8 +165,9 @@ class Judge:
             return False
         if any(".sock" in one.why for one in self._causes(request)):
             return False
-        workers = [one for one in self._box.machine.lived if model_of(one) == model]
-        stops = [span for one in workers for span in self._box.stops.get(one.pid, ())]
+        stops = [
+            span for one in self._workers.of[model] for span in self._box.stops.get(one.pid, ())
+        ]
         if any(one.meets(request.started_s, request.started_s) for one in stops):
             return False
         return any(
@@ -220,10 +223,10 @@ class Judge:
         used: dict[str, float] = {}
         for cause in self._box.causes.found:
             kept = cause.verb in ("circus stop", "circus decr") and cause.removing
-            lives = [one for one in self._box.machine.lived if one.name == cause.whom]
-            if kept and lives and cause.span.meets(request.started_s, request.ended_s):
-                for gpu in gpus_of(lives[-1]):
-                    used[gpu] = used.get(gpu, 0.0) + share_of(lives[-1])
+            last = self._workers.last.get(cause.whom)
+            if kept and last and cause.span.meets(request.started_s, request.ended_s):
+                for gpu in gpus_of(last):
+                    used[gpu] = used.get(gpu, 0.0) + share_of(last)
         share = 0.5 if self._model(request) == "half" else 1.0
         free = self._box.profile.gpus - sum(one + share > 1 for one in used.values())
         return free <= 0
@@ -291,15 +294,8 @@ class Judge:
         Those that ``drained`` returned their requests.
         """
         model = self._model(request)
-        ends = [
-            one.ended_s - START_S
-            for one in self._box.machine.lived
-            if model_of(one) == model and not one.alive and (drained or one.status)
-        ]
-        lost = [at_s for lost, at_s in self._box.causes.losses if lost == model]
-        return sum(request.started_s - NOTICE_S <= at_s <= until_s for at_s in ends) + sum(
-            request.started_s - SILENT_S <= at_s <= until_s for at_s in lost
-        )
+        ended = self._workers.ended(model, request.started_s - NOTICE_S, until_s, drained)
+        return ended + self._workers.silent(model, request.started_s - SILENT_S, until_s)
 
     def _causes(self, request: Request) -> list[Cause]:
         return [

@@ -8,6 +8,8 @@ count, so a refusal below it is wrong.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from history import Request
@@ -53,6 +55,13 @@ class Load:
     def __init__(self, box: Box) -> None:
         self._box = box
         self._limits = box.scenario.limits
+        self._requests: dict[str, tuple[list[Request], list[float]]] = {}
+        """By model, as they began, and when the last of those up to each one ended."""
+        for model in set(box.models.values()):
+            own = sorted(
+                (one for one in box.requests if box.models[one.id] == model), key=_started_s
+            )
+            self._requests[model] = own, list(accumulate((one.ended_s for one in own), max))
 
     def failures(self) -> Iterator[str]:
         """Yield the rejections of workers that had room."""
@@ -171,7 +180,12 @@ class Load:
 
     def _overlapping(self, model: str, since_s: float, until_s: float) -> Iterator[Request]:
         """Yield the requests of a model that were open at some moment of this time."""
-        for request in self._box.requests:
-            met = request.started_s <= until_s and since_s <= request.ended_s
-            if met and self._box.models[request.id] == model:
+        requests, ended_s = self._requests.get(model, ([], []))
+        begun = bisect_right(requests, until_s, key=_started_s)
+        for request in requests[bisect_left(ended_s, since_s) : begun]:
+            if since_s <= request.ended_s:
                 yield request
+
+
+def _started_s(request: Request) -> float:
+    return request.started_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,16 @@ class _Facts:
             if model_of(one) and not one.alive
         ]
         self._rejections = [at_s - START_S for at_s, _ in box.machine.rejections]
+        self._times: dict[tuple[str, str], list[float]] = {}
 
     def times(self, request: Request, what: str) -> list[float]:
-        """Return when ``what`` happened to workers of the request's model, or to the box."""
+        """Return when ``what`` happened to workers of its model, or to the box; in order."""
         model = self.box.models[request.id]
+        if (model, what) not in self._times:
+            self._times[model, what] = sorted(self._found(model, what))
+        return self._times[model, what]
+
+    def _found(self, model: str, what: str) -> Iterable[float]:
         if what == "rejected":
             return self._rejections
         if what == "prefill died":
@@ -53,10 +60,10 @@ class _Facts:
             begun = [*self.steps("restart"), *self.steps("reload"), *self.steps("circus restart")]
             return [
                 at_s
-                for at_s in self.times(request, "drained")
+                for at_s in self._found(model, "drained")
                 if any(since_s <= at_s <= since_s + RESTART_S for since_s in begun)
             ]
-        return [*self.steps(what)]
+        return self.steps(what)
 
     def steps(self, what: str) -> Iterable[float]:
         """Yield when steps of this kind were begun."""
@@ -95,7 +102,9 @@ def _survives(what: str, stage: str, early_s: float = 0.0) -> Row:
         }[stage]
         if stage == "between" and first_s == last_s:
             return False
-        return any(since_s < at_s < until_s for at_s in facts.times(request, what))
+        times = facts.times(request, what)
+        after = bisect_right(times, since_s)
+        return after < len(times) and times[after] < until_s
 
     return is_met
 
@@ -140,15 +149,15 @@ def _is_cut(program: str) -> Row:
     """A request is cut by the death of its frontend, or of the arbiter and with it all."""
 
     def is_met(facts: _Facts, request: Request) -> bool:
+        if request.ending != "closed":
+            return False
         ends = [
             Span(one.ended_s - START_S - 0.1, one.ended_s - START_S + 0.5)
             for one in facts.box.machine.lived
             if not one.alive and one.status & 0x7F == _KILLED
             and (one.name == "serve" if program == "serve" else one.program == program)
         ]  # fmt: skip
-        return request.ending == "closed" and any(
-            span.meets(request.ended_s, request.ended_s) for span in ends
-        )
+        return any(span.meets(request.ended_s, request.ended_s) for span in ends)
 
     return is_met
 

@@ -26,7 +26,7 @@ class Waiting:
         self._since_s: dict[str, tuple[int, float]] = {}
         self._told: set[str] = set()
         self._disturbed_s = 0.0
-        self._seen = 0
+        self._done = self._lived = 0
 
     def look(self, box: Box) -> Iterator[str]:
         """Yield the requests that have waited too long; call it several times a second."""
@@ -53,9 +53,10 @@ class Waiting:
     def is_disturbed(self, box: Box) -> bool:
         """Whether a process is stopped, or a fault happened some seconds ago."""
         stopped = any(one.state == "T" for one in box.machine.processes.values())
-        faults = sum(step.kind == "fault" for step in box.done) + len(box.machine.lived)
-        if stopped or faults != self._seen:
-            self._seen, self._disturbed_s = faults, box.clock()
+        begun = any(step.kind == "fault" for step in box.done[self._done :])
+        self._done = len(box.done)
+        if stopped or begun or len(box.machine.lived) != self._lived:
+            self._lived, self._disturbed_s = len(box.machine.lived), box.clock()
         return box.clock() - self._disturbed_s < _SETTLED_S
 
     def _is_idle(self, box: Box, model: str) -> bool:
