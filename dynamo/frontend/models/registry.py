@@ -294,11 +294,12 @@ class Models:
         return found
 
     def count(self) -> None:
-        """Update the counters that the tokenizers keep, before a scrape."""
-        models = [one for one in self.loaded_models() if isinstance(one, TokenModel)]
-        stats = [one.stats() for one in {each.preprocessor.tokenizer.encoder for each in models}]
-        hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
-        self._metrics.tokenizer_cache(hits, misses)
+        """Update the counters that the tokenizers keep, before a scrape or a removal."""
+        for model in self.loaded_models():
+            if isinstance(model, TokenModel):
+                encoder = model.preprocessor.tokenizer.encoder
+                stats = encoder.stats()
+                self._metrics.tokenizer_cache(encoder, stats.hits, stats.misses)
 
     def _on_event(self, event: KeyEvent) -> None:
         self._problems.pop(event.key, None)
@@ -414,6 +415,7 @@ class Models:
 
     def _drop(self, entry: ModelEntry) -> None:
         """Close a model without workers: a different one has its name, or a reload removed it."""
+        self.count()
         del self._entries[entry.name]
         self._left.pop(entry.name, None)
         self._update_names()

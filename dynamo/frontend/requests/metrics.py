@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from dynamo._fast.histogram import Histogram
 from dynamo.frontend.prompt.preprocessor import PromptMetrics
@@ -313,6 +314,7 @@ class FrontendMetrics:
             self.family(_WORKER_LAST_ITL),
         )
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
+        self._tokenized = WeakKeyDictionary[object, tuple[int, int]]()
 
     def family(self, spec: MetricSpec[C]) -> Family[C]:
         """The family of ``spec`` under this frontend's prefix."""
@@ -322,10 +324,15 @@ class FrontendMetrics:
         """The child of ``spec`` for these label values."""
         return self.registry.family(spec, self.prefix)[values]
 
-    def tokenizer_cache(self, hits: int, misses: int) -> None:
-        """Show the prompt segments found and not found tokenized, all models, since the start."""
-        self.child(_CACHE_HITS).value = hits
-        self.child(_CACHE_MISSES).value = misses
+    def tokenizer_cache(self, encoder: object, hits: int, misses: int) -> None:
+        """Count the prompt segments that ``encoder`` has found and not found tokenized so far.
+
+        They stay when it is removed with its model: counters do not fall.
+        """
+        before_hits, before_misses = self._tokenized.get(encoder, (0, 0))
+        self.child(_CACHE_HITS).value += hits - before_hits
+        self.child(_CACHE_MISSES).value += misses - before_misses
+        self._tokenized[encoder] = hits, misses
 
     def refused(self, status: int) -> None:
         """Count a request that the HTTP layer refused."""

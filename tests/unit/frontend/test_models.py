@@ -225,6 +225,43 @@ async def test_a_worker_that_tokenizes_differently_gets_nothing(
     assert not box.models.rejections()
 
 
+async def test_counts_of_a_tokenizer_stay_when_its_model_goes(box: Box) -> None:
+    """Counters do not fall: a model of that name, loaded again, has its own tokenizer."""
+
+    def counts() -> list[float]:
+        box.models.count()
+        found = [
+            next(iter(box.runtime.metrics._families[name].metrics())).samples[0].value
+            for name in (
+                "dynamo_frontend_tokenizer_cache_hits_total",
+                "dynamo_frontend_tokenizer_cache_misses_total",
+            )
+        ]
+        return found
+
+    good = await box.worker()
+    await until(lambda: box.routable() == {good.id})
+    text = "<|im_start|>user hello<|im_end|>" * 20
+
+    def encode() -> None:
+        loaded = box.models.find("tiny", "Chat")
+        loaded.preprocessor.tokenizer.encoder.encode(text, False)
+        loaded.preprocessor.tokenizer.encoder.encode(text, False)
+
+    encode()
+    before = counts()
+    assert before == counts() and sum(before) > 0
+    encode()  # counted when the model goes, at the latest
+    other = await box.worker(checksum="c2")
+    await until(lambda: box.rejected("tiny", "checksum") == 1)
+    await good.runtime.close()
+    await until(lambda: box.routable() == {other.id})
+    after = counts()
+    assert after[0] > before[0] and after[1] >= before[1]
+    encode()
+    assert sum(counts()) > sum(after)
+
+
 async def test_the_problem_of_a_card_goes_with_it(box: Box) -> None:
     good = await box.worker()
     await until(lambda: box.routable() == {good.id})
