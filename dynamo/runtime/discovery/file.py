@@ -237,7 +237,11 @@ class FileDiscovery:
     def _write(self, path: Path, data: bytes) -> None:
         """Write ``path``. Unavailable: the disk is full, or the like."""
         try:
-            write_atomic(path, data)
+            try:
+                write_atomic(path, data)
+            except FileNotFoundError:  # an earlier deployment has removed its store just now
+                ensure_directories(self._root)
+                write_atomic(path, data)
         except OSError as error:
             raise Unavailable(
                 f"cannot register in {shown(self._root)}: {error.strerror or error}; "

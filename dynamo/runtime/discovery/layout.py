@@ -26,6 +26,8 @@ LARGEST_VALUE_BYTES = 1 << 20
 _NAME_MAX_BYTES = 255
 _HEADER_MAX_BYTES = 64
 _ABANDONED_AFTER_S = 60.0
+_CREATE_TRIES = 20
+"""More than a removal has directories."""
 _decode_lease = record_decoder(LeaseRecord)
 # O_NONBLOCK: opening a FIFO that someone put into the store must not block the loop.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -107,9 +109,19 @@ def untouched_s(status: os.stat_result, same_host: bool) -> float:
 
 
 def ensure_directories(root: Path) -> None:
-    """Create the directories of the store, each with mode 0700."""
-    for name in ("leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
-        (root / name).mkdir(mode=0o700, exist_ok=True)
+    """Create the directories of the store, each with mode 0700.
+
+    A deployment that ends may be removing them: then they are created again. Raises OSError.
+    """
+    for left in range(_CREATE_TRIES - 1, -1, -1):
+        try:
+            for name in (".", "leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
+                (root / name).mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            if not left:
+                raise
+        else:
+            return
 
 
 def names(directory: Path) -> list[str]:

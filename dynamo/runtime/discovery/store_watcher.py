@@ -79,10 +79,13 @@ class StoreWatcher:
 
     def start(self) -> None:
         """Watch, then read everything once: in this order no change is missed."""
-        self._watch_directories()
-        for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
-            sweep(self._root / directory)
-        self._read_all()
+        try:
+            self._watch_directories()
+            for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
+                sweep(self._root / directory)
+            self._read_all()
+        except FileNotFoundError:  # an earlier deployment removes its store at this moment
+            self._directory_lost()
 
     async def loaded(self) -> None:
         """Wait until everything has been read once; at once for a store of usual size."""

@@ -20,6 +20,7 @@ from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_lease,
     decode_stored,
+    lease_path,
     names,
     read_file,
     remove_if_lease,
@@ -112,13 +113,14 @@ class RunDirectory:
                 f"an earlier deployment of {self.statefile.namespace!r} ended without clean-up: "
                 f"killed {ended} of its processes, removed its statefile"
             )
-        self.clear()
+        self.clear(ends=False)
         return messages
 
-    def clear(self) -> None:
+    def clear(self, ends: bool = True) -> None:
         """Remove statefile, sockets and dead leases; the store too, unless other processes use it.
 
-        The sockets of living workers stay: some may have been started by hand.
+        The sockets of living workers stay: some may have been started by hand. The directories of
+        the store stay unless the deployment ``ends``: a process may open them at this moment.
 
         Requires the lock, after all processes of the deployment have exited. Idempotent.
         """
@@ -138,7 +140,10 @@ class RunDirectory:
         if living:
             return  # a manually started worker, or another deployment, still uses the store
         if self.store == self.path / "store":
-            shutil.rmtree(self.store, ignore_errors=True)
+            if ends:
+                shutil.rmtree(self.store, ignore_errors=True)
+            else:
+                self._empty_store()
         if fallback is not None:
             shutil.rmtree(fallback, ignore_errors=True)
         self._remove_unfinished()
@@ -197,6 +202,25 @@ class RunDirectory:
             for name in _names(self.store / "v1" / bucket):
                 _remove_key(self.store / "v1" / bucket / name, dead)
         return living
+
+    def _empty_store(self) -> None:
+        """Remove damaged files and the keys without a lease."""
+        leases = self.store / "leases"
+        for name in _names(leases):
+            try:
+                decode_lease(name, read_file(leases / name) or b"")
+            except BadRecord:
+                (leases / name).unlink(missing_ok=True)
+        for bucket in BUCKETS:
+            for name in _names(self.store / "v1" / bucket):
+                path = self.store / "v1" / bucket / name
+                try:
+                    lease_id = decode_stored(read_file(path) or b"").lease_id
+                    if lease_path(self.store, lease_id).exists():
+                        continue
+                except BadRecord:
+                    pass
+                path.unlink(missing_ok=True)
 
 
 def _age_s(path: Path) -> float:

@@ -22,7 +22,7 @@ from until import Changes
 
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout, leases, store_watcher
+from dynamo.runtime.discovery import FileDiscovery, KeyEvent, file, layout, leases, store_watcher
 from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process import inotify, paths
 from dynamo.runtime.process.os_process import host_id, is_running, start_ticks
@@ -594,6 +594,61 @@ async def test_a_store_that_vanishes_does_not_blind_its_watchers(
     await worker.close()
     await asyncio.sleep(0)
     assert await store.list("v1/") == {}
+
+
+async def test_a_store_that_is_removed_while_it_is_opened(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that start while an earlier deployment is cleared register, and see each other."""
+    removals = [
+        lambda: shutil.rmtree(root / "v1"),
+        lambda: shutil.rmtree(root / "leases"),
+        lambda: shutil.rmtree(root),
+    ]
+
+    def removed_at(name: str, owner: object) -> None:
+        """Remove more of the store before each call."""
+        call = getattr(owner, name)
+
+        def patched(*values: Any, **options: Any) -> Any:
+            if removals:
+                removals.pop()()
+            return call(*values, **options)
+
+        monkeypatch.setattr(owner, name, patched)
+
+    frontend, worker = FileDiscovery(root), FileDiscovery(root)
+    log = Log()
+    removed_at("add", inotify.Inotify)
+    await frontend.watch("v1/", log).ready()
+    monkeypatch.undo()
+    await worker.start()
+    removals.append(lambda: shutil.rmtree(root))
+    removed_at("write_atomic", file)
+    lease = await worker.grant(10)
+    monkeypatch.undo()
+    await worker.put(KEY, b"1", lease.id)
+    await log.until(1)
+    assert await frontend.list("v1/") == {KEY: b"1"}
+    assert not removals
+    await worker.close()
+    await frontend.close()
+
+
+def test_directories_that_are_removed_while_they_are_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter(range(100))
+    mkdir = Path.mkdir
+
+    def patched(path: Path, *values: Any, **options: Any) -> None:
+        mkdir(path, *values, **options)
+        if next(made) in (0, 2, 5):
+            shutil.rmtree(root)
+
+    monkeypatch.setattr(Path, "mkdir", patched)
+    layout.ensure_directories(root)
+    assert all((root / "v1" / bucket).is_dir() for bucket in layout.BUCKETS)
 
 
 @pytest.mark.usefixtures("needs_inotify")

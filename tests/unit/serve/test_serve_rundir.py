@@ -182,6 +182,22 @@ def test_sockets_store_and_fallback_are_removed_logs_kept(
     assert not fallback.exists()
 
 
+def test_a_start_keeps_what_a_process_may_be_opening(home: RunDirectory) -> None:
+    """A worker, a frontend or a command may open the store of the deployment that has crashed."""
+    crashed(home, dead_pid(), 1)
+    lease(home, 0xA1, dead_pid(), 1)
+    damaged, orphan = key_path(home.store, KEY), key_path(home.store, KEY[:-2] + "c3")
+    damaged.write_bytes(b"?")
+    orphan.write_bytes(encode_stored(0xC3, b"{}"))
+    torn = home.store / "leases" / "d4"
+    torn.touch()
+    directories = {path for path in home.store.rglob("*") if path.is_dir()}
+    home.reconcile()
+    assert set(home.store.rglob("*")) == directories
+    home.clear()
+    assert not home.store.exists()
+
+
 def test_files_of_a_killed_planner_are_removed(home: RunDirectory) -> None:
     """Those of a planner that lives stay: a person has started it."""
     report, lock = home.path / PLANNER_FILE, FileLock(home.path / PLANNER_LOCK)
