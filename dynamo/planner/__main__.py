@@ -227,15 +227,16 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
             if backend.demand is not None:
                 backend.demand.on_waiting = loop.wake
                 await backend.demand.start()
-            await _repair(connector, settings)
             for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
                 served = runtime.tasks.spawn(serving, name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
+            with loop.repairing():
+                work = runtime.tasks.spawn(loop.run(), name="planner")
+                work.add_done_callback(lambda _: stop.set())  # it failed
+                await _repair(connector, settings)
             if backend.finish_interrupted is not None and not settings.no_operation:
                 finishing = _finish_interrupted(backend.finish_interrupted, loop, settings)
                 runtime.tasks.spawn(finishing, name="interrupted commands")
-            work = runtime.tasks.spawn(loop.run(), name="planner")
-            work.add_done_callback(lambda _: stop.set())  # it failed
             await stop.wait()
             await loop.stop(runtime.system.shutdown_timeout_s)
             await work

@@ -74,7 +74,8 @@ async def without_room(
 class FileRegistrations:
     """The leases and model cards that ``store`` has of the workers on this machine.
 
-    Writes of ``statefile`` count as changes, too. Close it after use.
+    Writes of ``statefile`` count as changes, too. Close it after use. FileNotFoundError: the store
+    is being removed.
     """
 
     def __init__(self, store: Path, statefile: Path) -> None:
@@ -83,10 +84,14 @@ class FileRegistrations:
         self._store = store
         self._change = asyncio.Event()
         self._inotify = Inotify(self._changed)
-        for directory in (store / "leases", store / "v1/mdc"):
-            self._inotify.add(directory, _MASK, lambda name, mask: self._changed())
         self._statefile = statefile.name
-        self._inotify.add(statefile.parent, Mask.MOVED_TO | Mask.ONLYDIR, self._on_state_dir)
+        try:
+            for directory in (store / "leases", store / "v1/mdc"):
+                self._inotify.add(directory, _MASK, lambda name, mask: self._changed())
+            self._inotify.add(statefile.parent, Mask.MOVED_TO | Mask.ONLYDIR, self._on_state_dir)
+        except OSError:
+            self._inotify.close()
+            raise
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -292,15 +297,29 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
     if runs_here(document.arbiter):
         await in_daemon_thread(check_answers, document)
     circus = CircusEndpoint(document.circus_endpoint)
-    registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:
-        yield LocalAccess(
-            limits=limits,
-            statefile=statefile,
-            circus=circus,
-            registrations=registrations,
-            logs=run_dir(runtime) / "logs",
-        )
+        registrations = _open_registrations(runtime, statefile)
+        try:
+            yield LocalAccess(
+                limits=limits,
+                statefile=statefile,
+                circus=circus,
+                registrations=registrations,
+                logs=run_dir(runtime) / "logs",
+            )
+        finally:
+            registrations.close()
     finally:
-        registrations.close()
         circus.close()
+
+
+def _open_registrations(runtime: RuntimeSettings, statefile: Statefile) -> FileRegistrations:
+    """Raises StatefileError if the deployment ends at this moment."""
+    try:
+        return FileRegistrations(store_dir(runtime), statefile.path)
+    except FileNotFoundError as error:
+        read_deployment(statefile)
+        raise StatefileError(
+            f"the deployment in namespace {statefile.namespace!r} ended while this command began, "
+            "and another one has started: repeat the command"
+        ) from error

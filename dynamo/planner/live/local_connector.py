@@ -106,8 +106,13 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
 
 
 def _stopped(service: ServiceEntries, sighting: Sighting) -> str:
-    """Return a worker that a command has stopped, "" without one; not one that was given up."""
+    """Return a worker that a command has stopped, "" without one.
+
+    Not one that was given up, nor one whose start was interrupted, which a repair removes.
+    """
     for entry in service.entries:
+        if entry.reserved_by is not None:
+            continue
         by_command = entry.watcher is not None and entry.watcher.status == STOPPED_BY_COMMAND
         if by_command and sighting.statuses.get(entry.name) == STOPPED:
             return entry.name

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamo.config.planner import PlannerSettings
@@ -31,7 +31,6 @@ from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_col
 from dynamo.runtime.process.tasks import Tasks
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
-_NUMBER = re.compile(r"\d+")
 log = logging.getLogger(__name__)
 
 
@@ -106,6 +105,7 @@ class ScalingLoop:
         self._stopped = asyncio.Event()
         self._problem = ""
         self._paused = False
+        self._repairing = False
         self._minima: Mapping[str, int | None] = {}
         self._listed: Mapping[str, ScaledService] = {}
 
@@ -151,10 +151,20 @@ class ScalingLoop:
         """End the pause: each model begins an interval. Idempotent."""
         if self._paused:
             log.info("resumed")
-            for state in self._models.values():
-                state.is_new = state.begins = True
+            self._begin_intervals()
         self._paused = False
         self.wake()
+
+    @contextlib.contextmanager
+    def repairing(self) -> Iterator[None]:
+        """Change nothing for the block, but announce the models: a repair may take a minute."""
+        self._repairing = True
+        try:
+            yield
+        finally:
+            self._repairing = False
+            self._begin_intervals()
+            self.wake()
 
     def configure(self, settings: PlannerSettings) -> None:
         """Go on with the budgets and targets of ``settings``; what was learned stays."""
@@ -230,7 +240,7 @@ class ScalingLoop:
             # First: a blocking policy is not asked while the sharing changes its workers.
             await self._share(self._sharing)
             active = [state for state in active if not state.is_paused]
-        if self._paused:
+        if self._paused or self._repairing:
             return
         soon_s = self._clock() + _EARLY * self._settings.metric_pulling_interval_s
         due = [state for state in active if state.due_s <= soon_s and not self._is_cold(state)]
@@ -252,7 +262,7 @@ class ScalingLoop:
             reason = sharing.waits_for(state.model, self._pools(state.model))
             for observer in self._observers:
                 observer.waits(state.model.name, reason)
-        if self._stopped.is_set() or self._paused:
+        if self._stopped.is_set() or self._paused or self._repairing:
             return
         for state in self._models.values():
             made = sharing.decision(state)
@@ -264,6 +274,10 @@ class ScalingLoop:
                 service = state.model.service(change.pool)
                 if service is not None and not change.wanted:
                     self._actions.give_up(service.name, change.rule)
+
+    def _begin_intervals(self) -> None:
+        for state in self._models.values():
+            state.is_new = state.begins = True
 
     def _is_cold(self, state: ModelState) -> bool:
         return self._sharing is not None and is_cold(self._pools(state.model))
@@ -419,7 +433,7 @@ class ScalingLoop:
             await self._carry_out(state, record, outcome)
             await self._refresh()
         finally:
-            _report_postponed(state, outcome.postponed)
+            state.report_postponed(outcome.postponed)
             errors = {**outcome.postponed, **outcome.failed}
             state.pending.remove(record)
             state.applied(made, errors.keys())
@@ -482,12 +496,3 @@ class ScalingLoop:
         )
         needed = delta * self._actions.pool(service).gpus_per_worker
         return not self._sharing.has_room(service, delta, held, needed)
-
-
-def _report_postponed(state: ModelState, postponed: Mapping[str, str]) -> None:
-    """Log why changes of pools wait, once for each reason whatever numbers it names."""
-    reasons = {pool: _NUMBER.sub("", reason) for pool, reason in postponed.items()}
-    for pool, reason in postponed.items():
-        if state.reported.get(pool) != reasons[pool]:
-            log.info("model %s: %s workers are not changed: %s", state.model.name, pool, reason)
-    state.reported = reasons

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import math
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +34,8 @@ _Applied: TypeAlias = tuple[ScalingDecision, tuple[str, ...]]
 _PULLS = 100_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _DOUBLINGS = 10  # more would overflow in the end, and change nothing
+_NUMBER = re.compile(r"\d+")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,14 @@ class ModelState:
             self.retry_s = now_s + min(_LONGEST_PAUSE_S, pause_s)
         elif adds:
             self._failures, self.retry_s = 0, -math.inf
+
+    def report_postponed(self, postponed: Mapping[str, str]) -> None:
+        """Log why changes of pools wait, once for each reason whatever numbers it names."""
+        reasons = {pool: _NUMBER.sub("", reason) for pool, reason in postponed.items()}
+        for pool, reason in postponed.items():
+            if self.reported.get(pool) != reasons[pool]:
+                log.info("model %s: %s workers are not changed: %s", self.model.name, pool, reason)
+        self.reported = reasons
 
     def observation(
         self, now_s: float, pools: Pools, traffic: Traffic, max_gpus: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -17,15 +18,23 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.outside import ask_planner
-from dynamo.operations.steps import circus
-from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps import access, circus
+from dynamo.operations.steps.access import LocalAccess, open_access
 from dynamo.operations.steps.circus import CircusBusy, CircusEndpoint, CircusError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.__main__ import run_planner
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
-from dynamo.serve.state.document import GIVEN_UP, STOPPED, RecordedProcess, Supervision
+from dynamo.runtime.discovery.layout import ensure_directories
+from dynamo.serve.state.document import (
+    GIVEN_UP,
+    LOAD,
+    STOPPED,
+    OperationOwner,
+    RecordedProcess,
+    Supervision,
+)
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker
 
@@ -367,6 +376,34 @@ async def test_a_deleted_socket_of_circus_is_noticed_before_a_reply_is_late(
         endpoint.close()
 
 
+async def test_a_command_while_its_deployment_ends_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is removed between its creation and the watches, with the statefile or not."""
+    fixture = Fixture(tmp_path, None)
+    runtime = RuntimeSettings(state_dir=str(tmp_path), namespace="dynamo")
+    store = tmp_path / "dynamo" / "store"
+
+    def removed(path: Path) -> None:
+        ensure_directories(path)
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(access, "ensure_directories", removed)
+    with pytest.raises(StatefileError, match="ended while this command began"):
+        async with open_access(runtime, ActionLimits()):
+            pass
+    assert not store.exists()
+
+    def all_removed(path: Path) -> None:
+        removed(path)
+        fixture.world.statefile.remove()
+
+    monkeypatch.setattr(access, "ensure_directories", all_removed)
+    with pytest.raises(StatefileError, match="no deployment runs in namespace 'dynamo'"):
+        async with open_access(runtime, ActionLimits()):
+            pass
+
+
 async def test_nothing_is_created_for_a_namespace_without_a_deployment(tmp_path: Path) -> None:
     runtime = RuntimeSettings(state_dir=str(tmp_path), namespace="nope")
     with pytest.raises(StatefileError, match="no deployment runs in namespace 'nope'"):
@@ -393,20 +430,22 @@ def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("status", "kept", "stopped"),
+    ("status", "kept", "owner", "stopped"),
     [
-        ("stopped", STOPPED, "dynamo_W"),
-        ("stopped", GIVEN_UP, ""),  # a request may start another one
-        ("active", STOPPED, ""),  # it is started again
+        ("stopped", STOPPED, None, "dynamo_W"),
+        ("stopped", GIVEN_UP, None, ""),  # a request may start another one
+        ("active", STOPPED, None, ""),  # it is started again
+        ("stopped", STOPPED, OperationOwner(operation=LOAD), ""),  # added, and never started
     ],
 )
 def test_a_service_whose_only_watcher_was_stopped_by_a_command(
-    tmp_path: Path, status: str, kept: str, stopped: str
+    tmp_path: Path, status: str, kept: str, owner: OperationOwner | None, stopped: str
 ) -> None:
     document = Fixture(tmp_path, None).world.statefile.read()
     assert document is not None
     document.components["dynamo_W"].processes = ()
     document.components["dynamo_W"].watcher = Supervision(status=kept)
+    document.components["dynamo_W"].reserved_by = owner
     sighting = Sighting(statuses={"dynamo_W": status}, registered={})
     service = service_now(read_services(document)["W"], sighting, ActionLimits())
     assert service.stopped == stopped

@@ -488,3 +488,17 @@ async def test_a_model_with_a_minimum_is_not_announced(workers: int) -> None:
     async with running(connector, frontends, Wanted(1)) as (_, record):
         await until(lambda: record.decisions)
     assert frontends.announced == {}
+
+
+async def test_models_are_announced_while_a_repair_lasts() -> None:
+    """A frontend that starts during the repair must let requests wait; nothing is changed yet."""
+    connector, frontends = two(0, 0), Frontends()
+    frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
+    sources = FakeSources(0.6)
+    async with running(connector, frontends, keep(), LONG_TURNS, sources=sources) as (planner, _):
+        with planner.repairing():
+            await until(lambda: frontends.announced.keys() == {"A", "B"})
+            pulls = sources.pulls
+            await until(lambda: sources.pulls > pulls + 10)
+            assert connector.calls == []
+        await until(lambda: connector.count("A") == 1)
