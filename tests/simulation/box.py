@@ -32,7 +32,7 @@ from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
 from pins import Pin, pinned
-from presence import Presence, Span, model_of, service_of
+from presence import SERVED_BY, Presence, Span, model_of, service_of
 from recording_client import Plan
 from records import Order, check_after_power_loss
 from scenario import PROFILES, Profile, Scenario, Step
@@ -108,6 +108,8 @@ class Box:
         machine.on_file = self._file_changed
         self.stops: dict[int, list[Span]] = {}
         """When each process was stopped by SIGSTOP."""
+        self.removed_records: list[tuple[str, float]] = []
+        """The models whose on-demand record a fault has removed, and when."""
         self.results: dict[str, list[str]] = {}
         """How each verb ended."""
         self._result: dict[int, str] = {}
@@ -472,6 +474,14 @@ class Box:
         spans = (one.span for one in self.causes.found if one.why == "the disk was full")
         return any(one.meets(since_s, until_s) for one in spans)
 
+    def full(self) -> list[Span]:
+        """Return the times in which the disk was full, in order."""
+        return [
+            Span(one.since_s, one.until_s - RESTART_S)
+            for one in self.causes.found
+            if one.why == "the disk was full"
+        ]
+
     def clock_set(self) -> bool:
         """Whether someone has set the clock."""
         return any(one.kind == "clock" for one in self.done)
@@ -792,6 +802,9 @@ class Box:
         owner = self.presence.owners.get(lease)
         if owner is not None:
             self.causes.hit(owner, f"removed {path.name} of", self.clock())
+            if path.parent.name == "on_demand":
+                service = path.name.split("%2F")[1]
+                self.removed_records.append((SERVED_BY[service], self.clock()))
             if path.parent.name == "leases":  # it drains from then on
                 self.machine.stop_signals_s.setdefault(owner.pid, self.machine.now_s)
         path.unlink()

@@ -35,7 +35,9 @@ _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
 _ROUNDED_S = 0.001
 _SECRET = re.compile(r"dyn-(\w+)-0123456789abcdef")
-_DEATH = re.compile(r" *([\d.]+)  serve .*serve: (box_(?!Frontend|Planner)\w+) .*; restarting it")
+_DEATH = re.compile(
+    r" *([\d.]+)  serve .*serve: (box_(?!Frontend|Planner)\w+) \(pid (\d+)\).*; restarting it"
+)
 
 
 def check_always(box: Box) -> Iterator[str]:
@@ -318,11 +320,19 @@ def _check_secrets(box: Box) -> Iterator[str]:
 
 
 def _check_deaths(box: Box) -> Iterator[str]:
-    """Only a worker that a fault has hit dies; one that is stopped is not restarted."""
+    """Only a worker that a fault has hit dies; one that is stopped is not restarted.
+
+    One that a fault let drain dies when its requests have ended, however much later.
+    """
     for line in box.machine.history:
         death = _DEATH.match(line)
         if death is not None:
             at_s, name = float(death[1]), death[2]
             faults = (one for one in box.causes.found if not one.verb and one.names(name))
-            if not any(one.since_s <= at_s + _ROUNDED_S <= one.until_s for one in faults):
+            drains = re.compile(rf"(signal 15 to|removed \w+ of) {name}\[{death[3]}\]")
+            if not any(
+                one.since_s <= at_s + _ROUNDED_S
+                and (at_s + _ROUNDED_S <= one.until_s or drains.fullmatch(one.why))
+                for one in faults
+            ):
                 yield f"{name} was restarted at {at_s:.3f} s, and no fault has hit it"

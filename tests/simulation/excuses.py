@@ -25,7 +25,7 @@ RESTART_S = 10.0
 """A fault may be felt so long: until what died is back."""
 _BACK = {"load", "reload", "circus start", "circus incr", "circus restart", "restart"}
 _LASTING = {
-    "circus stop": _BACK,
+    "circus stop": _BACK - {"circus incr"},  # which changes a number: it starts nothing
     "circus rm": _BACK,
     "circus decr": _BACK,
     "pause planner": {"resume planner"},

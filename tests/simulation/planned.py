@@ -32,6 +32,10 @@ _WAITED_S = 2.0
 _FELT_S = 3.0
 _BEGINS_S = 1.0
 """So long a planner that begins may take to say which models are started on demand."""
+_TOUCH_S = 3.5
+"""A lease is touched, and its keys are looked at, so often."""
+_RETRY_S = 1.0
+"""What a planner could not write it tries again so soon."""
 
 
 def check_decisions(box: Box) -> Iterator[str]:
@@ -122,6 +126,8 @@ def _newest_s(box: Box, model: str, at_s: float) -> float:
 
 def no_planner(box: Box, request: Request) -> bool:
     """Whether no planner had said, all the time, which models are started on demand."""
+    if _is_record_removed(box, request):
+        return True
     since_s = request.started_s - _BEGINS_S
     planners = [one for one in box.machine.lived if one.program == "dynamo.planner"]
     runs = [
@@ -133,11 +139,38 @@ def no_planner(box: Box, request: Request) -> bool:
     return not runs or any(one.meets(since_s, request.ended_s) for one in stops)
 
 
+def _is_record_removed(box: Box, request: Request) -> bool:
+    """Whether a fault had removed the record of its model before a frontend began.
+
+    The planner writes it again with the next touch of its lease. Older frontends keep it.
+    """
+    for model, at_s in box.removed_records:
+        until_s = at_s + _TOUCH_S
+        for full in box.full():
+            if full.meets(until_s, until_s):
+                until_s = full.until_s + _TOUCH_S
+        new = any(
+            at_s - _BEGINS_S <= one.started_s - START_S <= until_s
+            for one in box.machine.lived
+            if one.program == "dynamo.frontend"
+        )
+        meets = request.started_s <= until_s and at_s <= request.ended_s
+        if new and meets and model == box.models[request.id]:
+            return True
+    return False
+
+
 def _begun_s(box: Box, planner: Process) -> float:
-    """Return when a planner began: its start asks the arbiter, which may be stopped."""
+    """Return when a planner began.
+
+    Its start asks the arbiter, which may be stopped, and writes, which a full disk refuses.
+    """
     begun_s = planner.started_s - START_S
     arbiters = (one for one in box.machine.lived if one.name == "serve")
     for span in (span for one in arbiters for span in box.stops.get(one.pid, ())):
         if begun_s <= span.until_s and span.since_s < begun_s + _BEGINS_S:
             begun_s = span.until_s
+    for span in box.full():
+        if begun_s <= span.until_s and span.since_s < begun_s + _BEGINS_S:
+            begun_s = span.until_s + _RETRY_S
     return begun_s

@@ -26,11 +26,14 @@ class Refusal(NamedTuple):
 
 def _targets(box: Box, step: Step) -> list[Process]:
     """The processes of the service, worker or model that the step names."""
+    return [one for one in box.processes("mocker") if _is_target(one, step)]
+
+
+def _is_target(process: Process, step: Step) -> bool:
     name = target_of(step)
-    workers = box.processes("mocker")
     if not name:
-        return [one for one in workers if model_of(one) == step.details.get("model")]
-    return [one for one in workers if name in (one.name, service_of(one))]
+        return model_of(process) == step.details.get("model")
+    return name in (process.name, service_of(process))
 
 
 def _served(box: Box, step: Step) -> bool:
@@ -39,8 +42,12 @@ def _served(box: Box, step: Step) -> bool:
 
 
 def _starting(box: Box, step: Step) -> bool:
+    """Whether a process of it is new: also one that has had no turn yet, so it is no program."""
     began_s = box.machine.now_s - RESTART_S
-    return any(one.started_s > began_s for one in _targets(box, step))
+    return any(
+        one.alive and one.started_s > began_s and _is_target(one, step)
+        for one in box.machine.processes.values()
+    )
 
 
 def _lacks_program(box: Box, step: Step) -> bool:
