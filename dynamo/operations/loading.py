@@ -258,6 +258,8 @@ def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     found = {entry.name: entry for entry in access.entries()}
     for name in names:
         if name not in found or found[name].draining:
-            cause = "drained" if name in found else "removed"
+            owner = found[name].reserved_by if name in found else None
+            undone = owner is not None and owner.operation == LOAD
+            cause = "given up" if undone else "drained" if name in found else "removed"
             raise ActionFailed(f"{name} was {cause} before it served{access.last_output(name)}")
     return [found[name] for name in names]

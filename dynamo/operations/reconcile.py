@@ -16,7 +16,7 @@ from dynamo.operations.steps.circus import (
     retried,
 )
 from dynamo.operations.steps.limits import ActionFailed
-from dynamo.operations.steps.removal import finish_removal, wait_until_gone
+from dynamo.operations.steps.removal import finish_removal, mark_draining, wait_until_gone
 from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release
 from dynamo.serve.state.process_table import is_reserved, reclaim
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 async def repair_loads(access: LocalAccess) -> None:
-    """Repair what loads have left whose process was killed; drains go on by themselves.
+    """Repair what loads have left whose process was killed; processes drain by themselves.
 
     Costs one look at the statefile if there are none. Raises as :func:`reconcile`.
     """
@@ -35,7 +35,7 @@ async def repair_loads(access: LocalAccess) -> None:
 
 
 def _is_interrupted_load(access: LocalAccess, entry: Entry) -> bool:
-    begun = None if entry.draining else entry.reserved_by
+    begun = None if entry.draining and entry.pids else entry.reserved_by
     loads = begun is not None and begun.operation not in (SLEEP, WAKE)
     return loads and not _is_changed(access, entry)
 
@@ -68,7 +68,7 @@ async def reconcile(
                     found += await _without_watcher(access, service, entry, dry_run)
                 else:
                     found += await _with_watcher(access, entry, status, dry_run)
-        removals = removals if finish_removals else []
+        removals = [one for one in removals if finish_removals or not one[1].pids]
         found += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):
             found += await _add_entry(access, services, name, dry_run)
@@ -135,8 +135,8 @@ def _is_empty(entry: Entry) -> bool:
 async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run: bool) -> list[str]:
     """Keep a worker that a crashed planner had started; remove one that it had only added."""
     if entry.reserved_by is not None and status == STOPPED and not entry.pids:
-        if not dry_run:
-            await _remove_unstarted(access, entry.name)
+        if not dry_run and not await _remove_unstarted(access, entry):
+            return []
         return [f"{entry.name}: removed its watcher, which was added and never started"]
     found: list[str] = []
     operation = (entry.reserved_by and entry.reserved_by.operation) or LOAD
@@ -156,10 +156,20 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
     return found
 
 
-async def _remove_unstarted(access: LocalAccess, name: str) -> None:
-    access.statefile.update(lambda document: release(document, name))
-    await access.remove_watcher(name)
-    await wait_until_gone(access, name, 0.0)
+async def _remove_unstarted(access: LocalAccess, entry: Entry) -> bool:
+    """Remove a watcher that has no process; False if another process changes it now."""
+    access.active.add(entry.name)
+    try:
+        # Not only released: it would look like a stopped worker, which a load starts again.
+        mark_draining(access, [entry.name])
+    except ActionFailed:
+        return False
+    else:
+        await access.remove_watcher(entry.name)
+        await wait_until_gone(access, entry.name, 0.0)
+        return True
+    finally:
+        access.active.discard(entry.name)
 
 
 def _correct(document: Document, found: Entry, options: WatcherOptions) -> None:

@@ -14,7 +14,7 @@ from dynamo.operations.steps.removal import remove_entry, wait_until_gone
 from dynamo.serve.gpus.engine_gpus import MemoryRanks
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
-from dynamo.serve.state.document import LOAD, Document
+from dynamo.serve.state.document import DRAINING, LOAD, Document
 from dynamo.serve.state.entries import next_name, release
 from dynamo.serve.state.process_table import ledger_of, reservation
 
@@ -168,14 +168,20 @@ class WorkerStart:
             raise ActionFailed("its entry was deleted from the statefile")
         release(document, self.name)
 
+    def _withdraw(self, document: Document) -> None:
+        entry = document.components.get(self.name)
+        if entry is not None:
+            entry.state = DRAINING
+
     async def _undo(self) -> None:
         """Remove the watcher, free the GPUs. What fails is left to the planner's reconcile."""
         access, name = self._access, self.name
         try:
             deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S
             graceful_s = await access.graceful_timeout_s(name)
-            # From here on the arbiter deletes the entry, when the last process has exited.
-            access.statefile.update(lambda document: release(document, name))
+            # From here on the arbiter deletes the entry, when the last process has exited, and
+            # others do not start the worker again.
+            access.statefile.update(self._withdraw)
             # Without a watcher, a person removed it, or circus refused it.
             await access.remove_watcher(name, deadline_s)
             await wait_until_gone(access, name, graceful_s)

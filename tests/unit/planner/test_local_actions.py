@@ -18,6 +18,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.outside import ask_planner
+from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps import access, circus
 from dynamo.operations.steps.access import LocalAccess, open_access
 from dynamo.operations.steps.circus import CircusBusy, CircusEndpoint, CircusError
@@ -190,6 +191,49 @@ async def test_what_cannot_be_undone_is_repaired_by_the_next_action(given: Fixtu
     given.world.start, given.world.remove = start, remove  # type: ignore[method-assign]
     assert await given.connector.add("P") == "dynamo_P_1"
     assert await given.connector.reconcile() == []
+
+
+@simulated()
+async def test_what_was_never_started_is_no_stopped_worker_while_it_is_removed(
+    given: Fixture,
+) -> None:
+    """A load would start it again: by the start that fails, and by a repair after a crash."""
+    start, remove = given.world.start, given.world.remove
+    seen: list[tuple[str, bool]] = []
+
+    async def refuse(name: str) -> None:
+        raise CircusError("no such file")
+
+    async def hang(name: str) -> None:
+        await asyncio.Event().wait()
+
+    async def look(name: str) -> None:
+        entry = given.entry("W_1")
+        seen.append((entry.state, entry.reserved_by is not None))
+        await remove(name)
+
+    async def fail(name: str) -> None:
+        raise CircusError("server error")
+
+    given.world.remove, given.world.start = look, refuse  # type: ignore[method-assign]
+    with pytest.raises(ActionFailed, match="no such file"):
+        await given.connector.add("W")
+    given.world.start = hang  # type: ignore[method-assign]
+    for failing in (False, True):  # and by the repair that follows one that failed
+        adding = asyncio.ensure_future(given.connector.add("W"))
+        await asyncio.sleep(1)
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        if failing:
+            given.world.remove = fail  # type: ignore[method-assign]
+            with pytest.raises(ActionFailed, match="server error"):
+                await repair_loads(given.access)
+            given.world.remove = look  # type: ignore[method-assign]
+        await repair_loads(given.access)
+        assert given.entry("W_1") is None and "dynamo_W_1" not in given.world.watchers
+    assert seen == [(DRAINING, True)] * 3
+    given.world.start = start  # type: ignore[method-assign]
+    assert await given.connector.add("W") == "dynamo_W_1"
 
 
 @simulated(max_gpus=5)
