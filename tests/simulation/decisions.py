@@ -32,7 +32,7 @@ class _Seen:
     def __init__(self) -> None:
         self.sessions: dict[str, _Bound] = {}
         self.running: dict[str, tuple[int, int]] = {}
-        self.last: tuple[tuple[int, int], Collection[tuple[int, int]]] | None = None
+        self.last: tuple[tuple[int, int], list[tuple[int, int]]] | None = None
 
     def load(self, owner: tuple[int, int]) -> int:
         """Return how many requests run on a rank."""
@@ -59,10 +59,11 @@ def picked(pick: Any) -> Any:
             problems.append(f"chose {owner}, able were {sorted(able)}")
         if bound is not None and bound != owner:
             problems.append(f"chose {owner} for a session of {bound}")
-        problems += _by_mode(self, seen, owner, able if bound is None else {bound})
+        turns = [one for one in _ordered(self.worker_pool) if one in able]
+        problems += _by_mode(self, seen, owner, turns if bound is None else [bound])
         if request_id is not None:
             seen.running[request_id] = owner
-            seen.last = owner, able
+            seen.last = owner, turns
             fake_os.machine().attempts.decided.setdefault(request_id, set()).add(owner)
             if routing is not None and routing.session_id is not None:
                 seen.sessions[routing.session_id] = _Bound(*owner, now_s)
@@ -112,6 +113,11 @@ def _able(pool: Any, routing: Any, attempt: Any) -> Iterator[tuple[int, int]]:
         for one in ranks:
             if rank is None or one == rank or rank not in ranks:
                 yield member.worker_id, one
+
+
+def _ordered(pool: Any) -> Iterator[tuple[int, int]]:
+    """Yield the ranks in the order of their turns: a worker that comes again has another place."""
+    return (pool.owners[slot] for slot in pool.candidates)
 
 
 def _bound(

@@ -269,11 +269,12 @@ class Judge:
 
     def _is_stopped(self, request: Request, since_s: float) -> bool:
         """Whether a frontend of its port was stopped at a time from ``since_s`` to its end."""
-        return any(
-            span.meets(since_s, request.ended_s)
-            for frontend in self._frontends(self._box.ports[request.id])
-            for span in self._box.stops.get(frontend.pid, ())
-        )
+        return any(one.meets(since_s, request.ended_s) for one in self._stops(request))
+
+    def _stops(self, request: Request) -> Iterator[Span]:
+        """Yield when frontends of its port were stopped."""
+        for frontend in self._frontends(self._box.ports[request.id]):
+            yield from self._box.stops.get(frontend.pid, ())
 
     def _may_lose(self, request: Request) -> bool:
         """Whether it may have lost two workers before its first token, or more than may migrate."""
@@ -296,6 +297,16 @@ class Judge:
         model = self._model(request)
         ended = self._workers.ended(model, request.started_s - NOTICE_S, until_s, drained)
         return ended + self._workers.silent(model, request.started_s - SILENT_S, until_s)
+
+    def _lost_unseen(self, request: Request) -> int:
+        """Return how many workers ended before it, while its frontend was stopped.
+
+        A frontend that was stopped when the request came sends it to these, too.
+        """
+        at_s, until_s = request.started_s, request.started_s - NOTICE_S
+        since_s = min((one.since_s for one in self._stops(request) if one.meets(at_s, at_s)),
+                      default=at_s) - NOTICE_S  # fmt: skip
+        return self._workers.ended(self._model(request), since_s, until_s, True)
 
     def _causes(self, request: Request) -> list[Cause]:
         return [
@@ -375,7 +386,8 @@ class Judge:
         if self._is_cut_short(request):
             return ""
         if error.startswith(WORKERS_LOST):
-            return "" if self._losses(request, request.ended_s) > 1 else "lost no two workers"
+            lost = self._losses(request, request.ended_s) + self._lost_unseen(request)
+            return "" if lost > 1 else "lost no two workers"
         if is_busy(request):
             return self._load.refused(request)
         if _SHUTDOWN in error:

@@ -56,6 +56,22 @@ def _lacks_program(box: Box, step: Step) -> bool:
     return all(one.name != name for one in box.processes("mocker"))
 
 
+def _reserved(box: Box, step: Step) -> bool:
+    """Whether a planner starts or removes one of its targets, or has just started it."""
+    from dynamo.serve.state.statefile import Statefile
+
+    if box.profile.planner and _starting(box, step):
+        return True
+    document, name = Statefile(box.state, "box").read(), target_of(step)
+    planners = {one.pid for one in box.processes("planner")}
+    began_s = box.machine.now_s - RESTART_S
+    return document is not None and any(
+        owner.pid in planners and (box.clock_set() or owner.since > began_s)
+        for entry in document.components.values()
+        if name in (entry.name, entry.service) and (owner := entry.reserved_by) is not None
+    )
+
+
 def _is_full(box: Box, step: Step) -> bool:
     """Whether there may be too few of the two GPUs; each worker of the graph has one."""
     return _workers(box) > 1 or step.details.get("value", 0) > 1
@@ -81,6 +97,7 @@ _REFUSALS = (
     Refusal("has no sleep mode", lambda box, step: not _sleeps(box, step)),
     Refusal("the planner keeps a worker", lambda box, step: _kept(box, step)),
     Refusal("does not serve yet", _starting),
+    Refusal("is being started or removed", _reserved),
     Refusal("GPU .* is in use", lambda box, step: len(box.processes("mocker")) > 1),
     Refusal("No space left", lambda box, step: box.was_full(RESTART_S)),
     Refusal("program .* not found", _lacks_program),
