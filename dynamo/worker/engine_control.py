@@ -160,7 +160,8 @@ class EngineControl:
         async with self._turn:
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "the engine sleeps already"}
-            await self._endpoint.unregister_endpoint_instance()
+            # Frontends that have not noticed it yet send their requests to other workers.
+            await self._endpoint.unregister_endpoint_instance(asleep=True)
             try:
                 await self._engine.sleep(level)
                 self._discarded = level == 2

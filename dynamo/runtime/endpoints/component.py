@@ -205,9 +205,13 @@ class Endpoint:
         """
         return Client(self.runtime, "/".join(self.path))
 
-    async def unregister_endpoint_instance(self) -> None:
-        """Remove the instance from discovery; clients that have its address may still call it."""
-        await self.runtime.serving.withdraw(self.path)
+    async def unregister_endpoint_instance(self, asleep: bool = False) -> None:
+        """Remove the instance from discovery; clients that have its address may still call it.
+
+        ``asleep``: it rejects their new requests until it is registered again, so that they send
+        these elsewhere. An engine that sleeps would keep them until it wakes.
+        """
+        await self.runtime.serving.withdraw(self.path, asleep)
 
     async def register_endpoint_instance(self) -> None:
         """Register the instance, served or not yet; again after

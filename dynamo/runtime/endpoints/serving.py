@@ -129,6 +129,7 @@ class Serving:
         lease = await self.granted()
         await self._listen()
         self._published.add(path)
+        self.server.set_asleep("/".join(path), False)
         await self._put_record(path, lease)
         log.info("Successfully registered %s as instance %x", "/".join(path), self._instance_id)
 
@@ -167,11 +168,16 @@ class Serving:
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
         self.health.set(path[2], not problem)
 
-    async def withdraw(self, path: EndpointPath) -> None:
-        """Remove the instance from discovery; clients that have the address may still call it."""
+    async def withdraw(self, path: EndpointPath, asleep: bool = False) -> None:
+        """Remove the instance from discovery; clients that have the address may still call it.
+
+        Not while it is ``asleep``: then it rejects new requests until it is published again.
+        """
         self.health.set(path[2], False)
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
+        if asleep and path not in self._published:
+            self.server.set_asleep("/".join(path), True)
 
     async def remove(self, path: EndpointPath, abort: bool = False) -> None:
         """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent.

@@ -214,6 +214,12 @@ class RequestServer:
         if served is not None and served.active:
             self._unregistered.append(served)
 
+    def set_asleep(self, endpoint: str, asleep: bool) -> None:
+        """While ``asleep``, reject new requests with WorkerLeaving; streams in flight continue."""
+        served = self._endpoints.get(endpoint)
+        if served is not None:
+            served.asleep = asleep
+
     async def drain(self, timeout_s: float, endpoint: str | None = None) -> int:
         """Reject new requests, wait for those in flight; return the number of aborted streams.
 
@@ -284,6 +290,8 @@ class RequestServer:
             raise WorkerLeaving(f"the worker that served {endpoint} is shutting down")
         if served is None:
             raise UnknownEndpoint(f"Unknown endpoint: {endpoint}")
+        if served.asleep:
+            raise WorkerLeaving(f"the engine of the worker that served {endpoint} sleeps")
         if self._inflight >= self.settings.max_streams:
             raise WorkerAtCapacity("Server overloaded: worker at capacity")
         self._inflight += 1

@@ -66,7 +66,8 @@ it must not block; an exception becomes the stream's error."""
 class ServedEndpoint:
     """One registered endpoint: its handler, its metrics, its streams in flight.
 
-    ``on_engine_shutdown`` is called when a handler raises EngineShutdown.
+    ``on_engine_shutdown`` is called when a handler raises EngineShutdown. ``asleep``: its engine
+    computes nothing until the worker registers again.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ServedEndpoint:
     on_ended: Callable[[], None]
     on_engine_shutdown: Callable[[], None] | None = None
     draining: bool = False
+    asleep: bool = False
     active: set[ServerStream] = field(default_factory=set)
 
 

@@ -28,6 +28,7 @@ from dynamo.errors import (
     HttpFailure,
     NoInstances,
     WorkerAtCapacity,
+    WorkerLeaving,
     WorkerSilent,
     WorkerUnavailable,
 )
@@ -533,6 +534,38 @@ async def test_unregister_and_register_again(deployment: Deployment) -> None:
         await endpoint.register_endpoint_instance()
         assert await events.get() == "+"
     assert [item async for item in await client.random({"text": "x"})]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_an_instance_that_sleeps_rejects_those_who_have_its_address(
+    deployment: Deployment, asleep: bool
+) -> None:
+    """It would keep their requests until it wakes; the stream that runs goes on."""
+    worker, go = deployment.runtime(), asyncio.Event()
+
+    async def slow(request: Any) -> AsyncIterator[str]:
+        yield "begun"
+        await go.wait()
+        yield "done"
+
+    deployment.serve(worker, "ns.comp.gen", slow)
+    client = await deployment.client("ns.comp.gen")
+    endpoint = worker.endpoint("ns.comp.gen")
+    running = await client.random({}, annotated=False)
+    assert await running.__anext__() == "begun"
+    stale = client._instances.copy()
+    await endpoint.unregister_endpoint_instance(asleep)
+    await until_count(client, 0)
+    client._instances.update(stale)  # as if it had not noticed it yet
+    go.set()
+    call = await client.direct({}, worker.instance_id, annotated=False)
+    if asleep:
+        with pytest.raises(WorkerLeaving, match="sleeps"):
+            await call.__anext__()
+        await endpoint.register_endpoint_instance()
+        call = await client.direct({}, worker.instance_id, annotated=False)
+    assert [item async for item in call] == ["begun", "done"]
+    assert [item async for item in running] == ["done"]
 
 
 async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deployment) -> None:

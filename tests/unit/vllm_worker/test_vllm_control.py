@@ -48,7 +48,8 @@ class Recorder:
     def on_cleared(self) -> None:
         self.calls.append("clear")
 
-    async def unregister_endpoint_instance(self) -> None:
+    async def unregister_endpoint_instance(self, asleep: bool = False) -> None:
+        assert asleep, "an engine that sleeps must get no requests"
         self.calls.append("leave")
 
     async def register_endpoint_instance(self) -> None:
