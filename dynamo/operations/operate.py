@@ -224,11 +224,15 @@ class BoxActions:
         # No budget: the GPUs of the deployment limit what a person loads.
         async with open_access(self._runtime, ActionLimits()) as access:
             access.active = self._active
-            if not runs_here(access.document().arbiter):
+            arbiter = access.document().arbiter
+            if not runs_here(arbiter):
                 raise StatefileError(
                     f"the deployment in namespace {self._runtime.namespace!r} has crashed; see: "
                     "dynamo state repair --dry-run"
                 )
+            # What begins with this deployment must not go on with the next one.
+            access.statefile.arbiter = arbiter
+            access.circus.is_running = partial(runs_here, arbiter)
             await repair_loads(access)
             yield access
 

@@ -64,8 +64,11 @@ class WatcherOptions:
 class CircusEndpoint:
     """The commands of the arbiter at ``endpoint``. Close it after use.
 
-    Each raises CircusError, and sends one message only.
+    Each raises CircusError, and sends one message only; none while ``is_running`` says that the
+    deployment has ended, since the next one has the same endpoint.
     """
+
+    is_running: Callable[[], bool] | None = None
 
     def __init__(self, endpoint: str, reply_timeout_s: float = _REPLY_TIMEOUT_S) -> None:
         self.endpoint = endpoint
@@ -143,21 +146,26 @@ class CircusEndpoint:
     ) -> dict[str, Any]:
         """Send a command, return the reply; with ``is_running`` it may take any time."""
         await self._check_socket()
+        runs = is_running or self.is_running or (lambda: True)
+        ended = CircusError(f"the deployment ended before {command!r} was complete")
+        if not runs():
+            raise ended
         message = {"id": uuid.uuid4().hex, "command": command, "properties": properties}
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         try:
             socket.connect(self.endpoint)
             await socket.send(json.dumps(message).encode())
-            timeout_ms = self._timeout_ms if is_running is None else _CHECK_MS
-            while not await socket.poll(timeout_ms):
-                if is_running is None:
+            left_ms = self._timeout_ms
+            while not await socket.poll(min(left_ms, _CHECK_MS)):
+                if not runs():
+                    raise ended
+                left_ms -= 0 if is_running else _CHECK_MS
+                if left_ms <= 0:
                     raise CircusBusy(
                         f"circus at {self.endpoint} did not answer {command!r} within "
-                        f"{timeout_ms / 1000:g} s"
+                        f"{self._timeout_ms / 1000:g} s"
                     )
-                if not is_running():
-                    raise CircusError(f"the deployment ended before {command!r} was complete")
             return read_reply(await socket.recv())
         except zmq.ZMQError as error:
             raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error

@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.process.paths import open_private
-from dynamo.serve.state.document import VERSION, Document, Environment
+from dynamo.serve.state.document import VERSION, Arbiter, Document, Environment
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01
@@ -95,10 +95,14 @@ class FileLock:
 
 
 class Statefile:
-    """``{directory}/{namespace}.json`` under ``{namespace}.lock``. All calls are blocking."""
+    """``{directory}/{namespace}.json`` under ``{namespace}.lock``. All calls are blocking.
+
+    With an ``arbiter``, that of another deployment is an error: one that was started since.
+    """
 
     def __init__(self, directory: Path, namespace: str) -> None:
         self.namespace = namespace
+        self.arbiter: Arbiter | None = None
         self.path = directory / f"{namespace}.json"
         self.lock_path = directory / f"{namespace}.lock"
 
@@ -120,6 +124,11 @@ class Statefile:
             raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
         if document.namespace != self.namespace:
             raise self._bad(f"belongs to namespace {document.namespace!r}")
+        if self.arbiter is not None and not _is_same(document.arbiter, self.arbiter):
+            raise StatefileError(
+                f"the deployment in namespace {self.namespace!r} has ended and was started again "
+                "while this command ran: repeat the command"
+            )
         document.directory = str(self.path.parent)
         return document
 
@@ -222,6 +231,11 @@ class Statefile:
             f"{self.path} {problem}. If no deployment runs in namespace {self.namespace!r}, "
             "`dynamo serve` replaces it; else stop the deployment first"
         )
+
+
+def _is_same(arbiter: Arbiter, other: Arbiter) -> bool:
+    identities = ((one.host, one.pid, one.start_ticks) for one in (arbiter, other))
+    return next(identities) == next(identities)
 
 
 def _is_complete(document: Document) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -17,6 +18,8 @@ from virtual_time import run_virtual
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
+from dynamo.operations import operate
+from dynamo.operations.operate import BoxActions
 from dynamo.operations.outside import ask_planner
 from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps import access, circus
@@ -28,10 +31,13 @@ from dynamo.planner.__main__ import run_planner
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
 from dynamo.runtime.discovery.layout import ensure_directories
+from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.serve.state.document import (
     GIVEN_UP,
     LOAD,
     STOPPED,
+    Arbiter,
+    Document,
     OperationOwner,
     RecordedProcess,
     Supervision,
@@ -418,6 +424,45 @@ async def test_a_deleted_socket_of_circus_is_noticed_before_a_reply_is_late(
                 await endpoint.statuses()
     finally:
         endpoint.close()
+
+
+async def test_a_command_does_not_go_on_with_the_next_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would remove workers, and give GPUs away, of which it has read in the last one."""
+
+    async def nothing_to_repair(_: LocalAccess) -> None:
+        pass
+
+    monkeypatch.setattr(operate, "repair_loads", nothing_to_repair)
+    monkeypatch.setattr(access, "check_answers", lambda document: None)
+    statefile = Fixture(tmp_path, None).world.statefile
+    endpoint = tmp_path / "circus.sock"
+    endpoint.touch()
+    with subprocess.Popen(["sleep", "1000"]) as arbiter:  # noqa: ASYNC220 - it starts at once
+        ticks = start_ticks(arbiter.pid) or 0
+
+        def serve(document: Document, pid: int = arbiter.pid) -> None:
+            document.arbiter = Arbiter(pid=pid, start_ticks=ticks, host=host_id())
+            document.circus_endpoint = f"ipc://{endpoint}"
+
+        statefile.update(serve)
+        runtime = RuntimeSettings(state_dir=str(tmp_path), namespace=statefile.namespace)
+        async with BoxActions(runtime)._open() as opened:
+            assert opened.document().arbiter.pid == arbiter.pid
+            opened.statefile.update(lambda document: None)
+            arbiter.kill()
+            arbiter.wait()
+            with pytest.raises(CircusError, match="the deployment ended before 'rm' was complete"):
+                await opened.circus.remove("dynamo_W")
+            statefile.update(functools.partial(serve, pid=1))
+            for use in (opened.document, lambda: opened.statefile.update(serve)):
+                with pytest.raises(
+                    StatefileError, match=r"was started again .* repeat the command"
+                ):
+                    use()
+            found = statefile.read()
+            assert found is not None and found.arbiter.pid == 1
 
 
 async def test_a_command_while_its_deployment_ends_says_so(
