@@ -52,6 +52,7 @@ _BY_COMMAND = "was stopped by a command"
 _NOT_GRANTED = "is not granted to the API key"
 _SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
 _TIMEOUT = "got no worker within"
+_NEVER = float("inf")
 _SHUTDOWN = "Service is shutting down"
 _UNSERVED = "shutting down before model"
 """The error of a request that waits for the first worker of its model when its frontend ends."""
@@ -417,7 +418,11 @@ class Judge:
         )
 
     def _drained(self, request: Request) -> bool:
-        """Whether its frontend got a stop signal, before it or as long ago as a drain waits."""
+        """Whether its frontend got a stop signal, before it or as long ago as a drain waits.
+
+        A second one ends the drain.
+        """
+        second_signals_s = self._box.machine.second_signals_s
         for frontend in self._frontends(self._box.ports[request.id]):
             closing_s = frontend.closing_s
             if closing_s is None or not closing_s <= request.ended_s:
@@ -425,8 +430,9 @@ class Judge:
             stops = self._box.stops.get(frontend.pid, ())
             late = any(one.meets(request.started_s, closing_s) for one in stops)
             is_new = late or request.started_s > closing_s - NOTICE_S
+            end_s = min(closing_s + DRAIN_S, second_signals_s.get(frontend.pid, _NEVER) - START_S)
             if request.started_s <= _until(frontend) and (
-                is_new or _UNSERVED in _error(request) or request.ended_s > closing_s + DRAIN_S
+                is_new or _UNSERVED in _error(request) or request.ended_s > end_s
             ):
                 return True
         return False

@@ -102,6 +102,8 @@ class Machine:
         self.processes: dict[int, Process] = {}
         self.stop_signals_s: dict[int, float] = {}
         """When each process got its first SIGTERM or SIGINT."""
+        self.second_signals_s: dict[int, float] = {}
+        """When each that drained got one more: it ends its requests."""
         self.lived: list[Process] = []
         """Every process so far."""
         self.current: Process | None = None
@@ -337,8 +339,9 @@ class Machine:
         if signum == 0 or not process.alive:
             return
         self.note(f"signal {signum} to {process}")
-        if signum in (signal.SIGTERM, signal.SIGINT):
-            self.stop_signals_s.setdefault(pid, self.now_s)
+        stops = signum in (signal.SIGTERM, signal.SIGINT)
+        if stops and self.stop_signals_s.setdefault(pid, self.now_s) != self.now_s:
+            self.second_signals_s.setdefault(pid, self.now_s)
         if signum == signal.SIGKILL:
             self._end(process, signum)
         elif signum == signal.SIGSTOP:
