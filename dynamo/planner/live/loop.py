@@ -114,10 +114,12 @@ class ScalingLoop:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while not self._stopped.is_set():
+            self._woken.clear()  # before: what happens during a tick causes another one
             await self._tick()
-            # Pulls that took too long are left out, not made up for.
-            due_s = max(due_s + self._settings.metric_pulling_interval_s, loop.time())
-            self._woken.clear()
+            now_s = loop.time()
+            if now_s >= due_s:  # not after a wake-up: the next pull is when it was
+                # Pulls that took too long are left out, not made up for.
+                due_s = max(due_s + self._settings.metric_pulling_interval_s, now_s)
             try:
                 async with asyncio.timeout_at(due_s):
                     await self._woken.wait()

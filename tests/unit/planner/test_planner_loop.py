@@ -18,7 +18,7 @@ from until import until
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
-from dynamo.planner.connector import DRAINING, READY, STARTING
+from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.live.model_state import ModelState, models_of
@@ -502,3 +502,33 @@ async def test_a_service_that_is_left_out_is_named_once(caplog: pytest.LogCaptur
     assert len(problems) == 1
     assert problems[0].startswith("service Worker is not scaled: of the decode workers of model")
     assert "only Another is" in problems[0]
+
+
+async def test_wake_ups_do_not_put_off_the_next_pull() -> None:
+    connector, sources = FakeConnector(service("Worker")), FakeSources()
+    settings = replace(FAST, metric_pulling_interval_s=0.5, adjustment_interval_s=1.0)
+
+    async def pulled_again() -> None:
+        pulls = sources.pulls
+        await until(lambda: sources.pulls > pulls, 0)
+
+    async with running(connector, Wanted(1), settings, sources) as (loop, _):
+        for _ in range(200):
+            loop.wake()
+            await pulled_again()
+        await pulled_again()  # in half a second, not 200 of them
+
+
+async def test_a_wake_up_during_a_tick_is_not_lost() -> None:
+    connector, sources = FakeConnector(service("Worker")), FakeSources()
+    settings = replace(FAST, metric_pulling_interval_s=1000.0, adjustment_interval_s=1000.0)
+    listed = connector.services
+
+    async def services() -> Mapping[str, ScaledService]:
+        if not sources.pulls:
+            loop.wake()
+        return await listed()
+
+    connector.services = services  # type: ignore[method-assign]
+    async with running(connector, Wanted(1), settings, sources) as (loop, _):
+        await until(lambda: sources.pulls == 2)
