@@ -86,6 +86,13 @@ async def test_a_worker_publishes_its_passes(
     assert set(subscriber.get_model_cards()) == {name}
     publisher.shutdown()
     publisher.shutdown()
+    names = set(subscriber.get_recent_stats())
+    register = partial(register_model, ModelInput.Tokens, ModelType.Chat, worker, str(MODEL))
+    await register(lora_name="a", base_model_path=str(MODEL))
+    await until(lambda: '"a"' in subscriber.get_model_cards()[name])
+    await unregister_model(worker, lora_name="a")
+    await until(lambda: '"a"' not in subscriber.get_model_cards()[name])
+    assert set(subscriber.get_recent_stats()) == names  # the worker is still there
     await unregister_model(worker)
     await until(lambda: not subscriber.get_recent_stats())
     subscriber.shutdown()
