@@ -14,7 +14,7 @@ from array import array
 
 import msgspec
 
-from dynamo.observability.metrics import Counter, Registry, counter, gauge
+from dynamo.observability.metrics import counter, gauge
 from dynamo.protocols import codec
 from dynamo.router.active_load import Reservation
 from dynamo.router.kv_mode.kv import KvPicker
@@ -74,7 +74,14 @@ class ReplicaSync:
         router_id = secrets.randbits(62) + 1
         self.local = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_pending)
         self.remote = RemoteReplicas(PickerLoadSink(picker), self._request_snapshot)
-        self._resyncs = _export(runtime.metrics, place, self.remote)
+        labels = place.component, place.namespace, place.router_id
+        self._resyncs = runtime.metrics.child(_RESYNCS, *labels)
+        self._shown = {
+            runtime.metrics.child(spec, *labels): read
+            for spec, read in ((_KNOWN, self.remote.__len__), (_REQUESTS, self.remote.requests))
+        }
+        for child, read in self._shown.items():
+            child.function = read
 
     async def start(self) -> None:
         """Subscribe, then publish. Raises EngineShutdown when the process is shutting down."""
@@ -100,6 +107,9 @@ class ReplicaSync:
                 handle.cancel()
         if self._subscription is not None:
             self._subscription.close()
+        for child, read in self._shown.items():
+            if child.function == read:  # not of a router that has taken its place
+                child.function = None  # it would keep the picker, and all that it knows
 
     def worker_added(self, worker_id: int) -> None:
         """Book the load of replicas on a worker that is new to the picker."""
@@ -187,14 +197,6 @@ class ReplicaSync:
                 block_size,
                 self.local.block_size,
             )
-
-
-def _export(registry: Registry, place: RouterLabels, remote: RemoteReplicas) -> Counter:
-    """Export the state of ``remote``; return the counter of snapshot requests."""
-    labels = place.component, place.namespace, place.router_id
-    registry.child(_KNOWN, *labels).function = remote.__len__
-    registry.child(_REQUESTS, *labels).function = remote.requests
-    return registry.child(_RESYNCS, *labels)
 
 
 class PickerLoadSink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -312,3 +313,14 @@ async def test_without_the_flag_nothing_is_published(replicas: Replicas) -> None
     await subscription.ready()
     assert subscription.publishers() == []
     await other.close()
+
+
+async def test_a_closed_router_shows_no_replicas(replicas: Replicas) -> None:
+    await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await wait_until_in_sync(first, second)
+    known = re.compile(r"^dynamo_component_router_replicas\S* (\d)", re.MULTILINE)
+    assert known.findall(replicas.page(0)) == ["1"]
+    await first.close()
+    assert known.findall(replicas.page(0)) == ["0"]
+    assert known.findall(replicas.page(1)) == ["1"]
