@@ -327,4 +327,18 @@ FRONTEND = (
         "if getattr(request, name) is None:",
         ("unit/frontend/test_field_rules.py::test_a_chat_request",),
     ),
+    Mutant(
+        "rank-of-a-header-ignored",
+        "dynamo.frontend.requests.headers",
+        '    "x-data-parallel-rank": "dp_rank",',
+        '    "x-data-parallel-rank": "prefill_dp_rank",',
+        ("unit/frontend/test_request_headers.py::test_each_name_of_a_rank",),
+    ),
+    Mutant(
+        "lost-prefill-worker-replaced-where-that-is-forbidden",
+        "dynamo.frontend.disagg.sender",
+        "        if self._enforced:\n            self.refuse(",
+        "        if self._enforced and error is None:\n            self.refuse(",
+        ("unit/frontend/test_prefill.py::test_enforced_nobody_goes_without",),
+    ),
 )

@@ -126,4 +126,11 @@ PAST = (
         "        return True",
         ("unit/frontend/test_migration.py::test_the_limit_ends_the_request",),
     ),
+    Mutant(
+        "passes-of-a-worker-go-with-its-adapter",
+        "dynamo.llm.forward_pass",
+        "if gone is not None and gone[0] not in left:",
+        "if gone is not None:",
+        ("unit/llm/test_forward_pass.py::test_a_worker_publishes_its_passes",),
+    ),
 )

@@ -348,4 +348,18 @@ OPERATIONS = (
         "if state is not None and model in state.models and model in state.on_demand:",
         ("e2e/test_operate.py::test_each_verb_and_the_statefile_after_it",),
     ),
+    Mutant(
+        "wake-ups-put-off-the-next-pull",
+        "dynamo.planner.live.loop",
+        "            if now_s >= due_s:",
+        "            if True:",
+        ("unit/planner/test_planner_loop.py::test_wake_ups_do_not_put_off_the_next_pull",),
+    ),
+    Mutant(
+        "wake-up-during-a-tick-is-lost",
+        "dynamo.planner.live.loop",
+        "            now_s = loop.time()\n            if now_s >= due_s:",
+        "            self._woken.clear()\n            now_s = loop.time()\n            if now_s >= due_s:",
+        ("unit/planner/test_planner_loop.py::test_a_wake_up_during_a_tick_is_not_lost",),
+    ),
 )

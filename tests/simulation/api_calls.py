@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 __all__ = [
     "ABSENT",
     "FORGOTTEN",
+    "NOT_FOUND",
     "SPOKEN_TOKENS",
     "api_calls",
     "calls_of",
     "certain_of_api",
     "lost_api",
+    "never_known",
     "with_api",
 ]
 
 ABSENT, FORGOTTEN = "absent", "forgotten"
 """The kinds of requests for an adapter that was unloaded just now, or is not known any more."""
+NOT_FOUND = "Model not found"
 _FORGOTTEN_S = 2.5
 _SHARE = 0.25
 """Of the boxes without limits and keys that are not calm."""
@@ -262,6 +265,20 @@ def lost_api(box: Box, request: Request) -> bool:
     lost = [at_s for model, at_s in box.causes.losses if model == API]
     lost += [one.ended_s - START_S for one in box.machine.lived if one.program == "api_worker"]
     return any(since_s <= at_s <= request.ended_s for at_s in lost)
+
+
+def never_known(box: Box, request: Request) -> bool:
+    """Whether its frontend began while the worker was away, and has not seen it since.
+
+    The worker's models are in no graph.
+    """
+    port, gaps = box.ports[request.id], list(box.presence.gaps(("Api",), box.clock()))
+    return any(
+        gap.meets(life.from_s, life.from_s) and gap.until_s + _NOTICE_S >= request.started_s
+        for life in box.frontend_lives
+        if box.life_ports[id(life)] == port and life.from_s <= request.started_s
+        for gap in gaps
+    )
 
 
 def _of_adapter(box: Box, request: Request) -> str:

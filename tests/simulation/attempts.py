@@ -6,7 +6,7 @@ tokens so far behind the prompt and as many less to generate, up to the limit of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fake_os
@@ -33,6 +33,10 @@ class Attempts:
         self.decided: dict[str, set[tuple[int, int]]] = {}
         self.released_s: dict[str, float] = {}
         """When frontends were done with a request."""
+        self.ranks: dict[str, int] = {}
+        """The rank that a request names."""
+        self.on_accept: Callable[[Process], None] = lambda process: None
+        """Called when a worker has accepted a request."""
         self._first: dict[tuple[str, bool], PreprocessedRequest] = {}
         self._accepted: dict[tuple[str, bool], int] = {}
 
@@ -43,6 +47,8 @@ class Attempts:
         yield from _rank(process, request, self.decided.get(name))
         if first is not request:
             yield from _continued(first, request, prefill)
+        elif name in self.ranks and not prefill:
+            yield from _named(process, request, self.ranks[name])
 
     def first(self, name: str) -> PreprocessedRequest | None:
         """Return the request that its first worker, of decoding if there is one, received."""
@@ -74,6 +80,7 @@ def received(handle: Any) -> Any:
         handle(self, stream, payload)
         if name and len(machine.rejections) == rejected:
             problems += machine.attempts.accepted(process, name)
+            machine.attempts.on_accept(process)
         machine.failures += [f"{process} received {name}: {one}" for one in problems]
 
     return handled
@@ -118,6 +125,14 @@ def _rank(
         yield "no rank was sent"
     elif (worker, rank) not in decided:
         yield f"rank {rank} was sent, chosen were {sorted(decided)}"
+
+
+def _named(process: Process, request: PreprocessedRequest, rank: int) -> Iterator[str]:
+    """Its first worker computes it with the rank that the request named, if it has one."""
+    sent = None if request.routing is None else request.routing.dp_rank
+    ranks = next(len(part.ranks) for part in process.parts if hasattr(part, "ranks"))
+    if rank < ranks and sent != rank:
+        yield f"rank {sent} was sent, the request named {rank}"
 
 
 def _continued(

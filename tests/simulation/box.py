@@ -32,13 +32,13 @@ from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
 from pins import Pin, pinned
-from presence import SERVED_BY, Presence, Span, model_of, service_of
+from presence import SERVED_BY, Presence, Span, decoders, model_of, service_of
 from recording_client import Plan
 from records import Order, check_after_power_loss
 from scenario import PROFILES, Profile, Scenario, Step
 from shell import Shown
 from steady import SILENT_S, Steady, connections_to, silent_too_long
-from surface import HEADERS, TAIL
+from surface import HEADERS, TAIL, rank_of
 from verbs import unexpected
 from waiting import Waiting
 
@@ -102,6 +102,11 @@ class Box:
         self.causes = Causes()
         self.causes.reload_returns = not self.profile.planner
         machine.attempts = Attempts()
+        machine.attempts.on_accept = self._accepted
+        self._deaths = 0
+        """So many workers die when they get a request, of one model."""
+        self._dying = ""
+        self._doomed: set[int] = set()
         self.presence = Presence(machine)
         self.presence.on_end = self._process_ended
         self._order = Order(machine)
@@ -296,6 +301,9 @@ class Box:
             headers += keys.header(details["key"])
             self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
         headers += self._id_header(step)
+        rank = rank_of(details.get("fields", {}))
+        if rank is not None:
+            self.machine.attempts.ranks[f"request-{step.number}"] = rank
         session = _add_fields(body, entry, fields)
         if "pin" in details:
             headers += pinned(self, step, f"request {step.number}", body)
@@ -338,8 +346,12 @@ class Box:
         return max(ends, default=-1000.0) + START_S
 
     def _id_header(self, step: Step) -> str:
-        """Return the header with an id of its client, which half of the requests have."""
+        """Return the header with an id of its client, which half of the requests have.
+
+        Those that name their rank have one: their worker receives it.
+        """
         named = self.scenario.has_shells and step.number % 2 == 0
+        named = named or rank_of(step.details.get("fields", {})) is not None
         return f"x-request-id: request-{step.number}\r\n" if named else ""
 
     def _named(self, headers: str) -> str:
@@ -637,6 +649,7 @@ class Box:
         """End the faults that last."""
         self._full_until_s = 0.0
         self._armed = None
+        self._deaths = 0
         for process in self._thaw:
             self._continue(process)
         self._thaw.clear()
@@ -679,6 +692,19 @@ class Box:
             for one in sorted(self.processes("mocker"), key=lambda one: one.pid)
         }
         self._signal(max(loads, key=loads.__getitem__, default=None), signal.SIGKILL)
+
+    def _kill_at_request(self, dice: random.Random, seconds: float) -> None:
+        """Kill the next two workers of a model that get a request, before its first token."""
+        self._deaths, self._dying = 2, ""
+
+    def _accepted(self, process: Process) -> None:
+        model = model_of(process)
+        able = service_of(process) in decoders(model) and process.pid not in self._doomed
+        if self._deaths and able and self._dying in ("", model):
+            self._deaths -= 1
+            self._dying = model
+            self._doomed.add(process.pid)
+            self.machine.after(0.0, self._signal, process, signal.SIGKILL)
 
     def _terminate_worker(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "mocker"), signal.SIGTERM)

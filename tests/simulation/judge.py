@@ -15,7 +15,7 @@ from kinds import certain_of_kind, refusal_of_kind
 from load_seen import Load, is_busy
 from machine import START_S
 from planned import no_planner
-from presence import API, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
+from presence import API, PREFILL, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from relay import RELAYED, is_disturbed
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
 from workers_seen import WorkersSeen
@@ -41,7 +41,7 @@ DRAIN_S = 20.0
 """A little less than a frontend waits for its requests after a stop signal."""
 COLD_S = 100.0
 """--cold-start-timeout of each graph."""
-_JUDGED = ("401:", "403:", "429:", "529:")
+_JUDGED = ("401:", "403:", "429:", "529:", "404: Model not found")
 _NO_WORKER = (
     "is not ready to serve requests yet",
     "has no worker",
@@ -54,6 +54,7 @@ _SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
 _TIMEOUT = "got no worker within"
 _NEVER = float("inf")
 _SHUTDOWN = "Service is shutting down"
+_ENFORCED = "--enforce-disagg forbids serving it with decode workers alone"
 _UNSERVED = "shutting down before model"
 """The error of a request that waits for the first worker of its model when its frontend ends."""
 
@@ -78,6 +79,8 @@ class Judge:
             ]
             for model in (*box.profile.models, RELAYED, API)
         }
+        self._gaps[PREFILL] = list(box.presence.gaps((PREFILL,), end_s))
+        self._enforced = "enforce-disagg: true" in box.scenario.graph
         self._load = Load(box)
         self._workers = WorkersSeen(box)
         self.counts: Counter[str] = Counter()
@@ -103,11 +106,14 @@ class Judge:
         """Yield what the validator of the chaos says, for each model and frontend."""
         box = self._box
         for model in (*box.profile.models, RELAYED, API):
+            served = _served_by(model)
             workers = [
-                one for one in self._lives if one.role == "worker" and _served(one.name) == model
+                one for one in self._lives if one.role == "worker" and _served(one.name) in served
             ]
             losses = [
-                Fault("requests cut", "", at_s) for lost, at_s in box.causes.losses if lost == model
+                Fault("requests cut", "", at_s)
+                for lost, at_s in box.causes.losses
+                if lost in served
             ]
             for port in sorted(set(box.ports.values())):
                 requests = [
@@ -144,18 +150,32 @@ class Judge:
         if kind:
             return kind
         since_s = request.started_s - NOTICE_S
-        if self._was_absent(request, since_s):
+        if self._was_absent(request, since_s, self._model(request)):
             return "refused" if needs == WORKER else f"{EITHER}: listed without a worker"
+        away = self._enforced and self._without_prefill(request, since_s)
+        if away:
+            return away
+        return self._by_losses(request, since_s, frontend == "drains")
+
+    def _without_prefill(self, request: Request, since_s: float) -> str:
+        """Return what had to happen where no decode worker may compute a prompt; '' if one may."""
+        if self._was_absent(request, since_s, PREFILL):
+            return "refused"
+        away = any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL])
+        return f"{EITHER}: no prefill worker" if away else ""
+
+    def _by_losses(self, request: Request, since_s: float, drains: bool) -> str:
+        """Return what had to happen because of workers that it lost, of limits, or of gaps."""
         if self._may_lose(request):
             return f"{EITHER}: workers lost"
         if self._blind(request):
             return f"{EITHER}: stopped frontend"
         if self._load.may_refuse(request):
             return f"{EITHER}: limits"
-        return self._by_gaps(request, since_s, frontend == "drains")
+        return self._by_gaps(request, since_s, drains)
 
-    def _was_absent(self, request: Request, since_s: float) -> bool:
-        """Whether no worker could serve it at any time.
+    def _was_absent(self, request: Request, since_s: float, whom: str) -> bool:
+        """Whether no worker of a model, or for prompts, could serve it at any time.
 
         A stopped frontend may send it to a worker that runs, but serves no longer. A worker whose
         socket was removed keeps its connections. A stopped worker gets requests until its lease
@@ -172,7 +192,7 @@ class Judge:
         if any(one.meets(request.started_s, request.started_s) for one in stops):
             return False
         return any(
-            one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]
+            one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[whom]
         )
 
     def _by_gaps(self, request: Request, since_s: float, drains: bool) -> str:
@@ -295,9 +315,12 @@ class Judge:
 
         Those that ``drained`` returned their requests.
         """
-        model = self._model(request)
-        ended = self._workers.ended(model, request.started_s - NOTICE_S, until_s, drained)
-        return ended + self._workers.silent(model, request.started_s - SILENT_S, until_s)
+        notice_s, silent_s = request.started_s - NOTICE_S, request.started_s - SILENT_S
+        return sum(
+            self._workers.ended(one, notice_s, until_s, drained)
+            + self._workers.silent(one, silent_s, until_s)
+            for one in _served_by(self._model(request))
+        )
 
     def _lost_unseen(self, request: Request) -> int:
         """Return how many workers ended before it, while its frontend was stopped.
@@ -389,6 +412,10 @@ class Judge:
         if error.startswith(WORKERS_LOST):
             lost = self._losses(request, request.ended_s) + self._lost_unseen(request)
             return "" if lost > 1 else "lost no two workers"
+        if _ENFORCED in error:
+            since_s = request.ended_s - NOTICE_S
+            away = any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL])
+            return "" if self._enforced and away else "a prefill worker lived"
         if is_busy(request):
             return self._load.refused(request)
         if _SHUTDOWN in error:
@@ -488,6 +515,11 @@ def _lives(box: Box) -> Iterator[Life]:
 
 def _served(name: str) -> str:
     return SERVED_BY.get(name.split("_")[1], "")
+
+
+def _served_by(model: str) -> tuple[str, ...]:
+    """Return the models whose workers requests for ``model`` may lose: its server's, too."""
+    return (model, "one") if model == RELAYED else (model,)
 
 
 def _until(life: Life) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from exact_calls import admin_line
+from surface import rank_of
 
 if TYPE_CHECKING:
     from scenario import Scenario, Step
@@ -64,7 +65,7 @@ def demanded(
         if known is not True:
             return -1 if known is None else 401
     hints = fields.get("nvext", {}).get("agent_hints")
-    asks = hints or "x-dynamo-meta-policy-class" in fields
+    asks = hints or "x-dynamo-meta-policy-class" in fields or rank_of(fields) is not None
     return NOT_GRANTED if asks and not _GRANTS[name] else 0
 
 

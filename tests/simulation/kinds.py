@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from api_calls import ABSENT, FORGOTTEN, certain_of_api, lost_api
+from api_calls import ABSENT, FORGOTTEN, NOT_FOUND, certain_of_api, lost_api, never_known
 from caller import ADAPTER_ABSENT
 from pins import UNKNOWN_WORKER, worker_of
 from presence import API
@@ -36,6 +36,8 @@ def refusal_of_kind(box: Box, request: Request, error: str, certain: str) -> str
     if certain in (ABSENT, FORGOTTEN):
         away = error == ADAPTER_ABSENT or (certain == ABSENT and _NOT_READY in error)
         return "" if away else "its adapter was not loaded"
+    if box.models[request.id] == API and error.startswith(NOT_FOUND) and certain != "complete":
+        return "" if never_known(box, request) else "its frontend knew the model"
     if error == ADAPTER_ABSENT:
         return "its adapter was loaded" if certain == "complete" else ""
     if _WORKER_LOST in error:

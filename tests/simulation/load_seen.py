@@ -32,7 +32,11 @@ _FELT_S = 6.0
 """So long after a fault a request may lose its worker by it."""
 _WAITING = 1000
 """So many requests may wait for the first worker of a model."""
-_BUSY = ("All workers are busy", "Service temporarily overloaded", "worker at capacity")
+_BUSY = (
+    "All workers are busy",
+    "Service temporarily overloaded",
+    "worker at capacity",
+)
 _QUEUE = re.compile(
     r'policy class "(\w+)" queue (\w+) limit reached \(current=(\d+), limit=(\d+)\)'
 )
@@ -85,8 +89,9 @@ class Load:
         causes = self._box.causes.of(self._box.models[request.id])
         if any(one.span.meets(request.started_s - _FELT_S, request.ended_s) for one in causes):
             first_s = request.ended_s  # it may have to find another worker
-        if self._limits.queue or self._limits.classes:
-            return self._may_queue(request, request.started_s, first_s, self._limits.queue)
+        if self._limits.queue or self._limits.classes or self._limits.prefill_queue:
+            limit = self._limits.queue or self._limits.prefill_queue
+            return self._may_queue(request, request.started_s, first_s, limit)
         return self._exceeds(request, request.started_s, first_s)
 
     def refused(self, request: Request) -> str:
@@ -99,6 +104,9 @@ class Load:
         full = _QUEUE.search(error_of(request))
         if full:
             return self._queue(request, full)
+        if limits.prefill_queue:
+            queued = self._may_queue(request, at_s, at_s, limits.prefill_queue)
+            return "" if queued else "too few requests waited"
         if limits.queue or limits.classes:  # 529 has no reason
             queued = self._may_queue(request, at_s, at_s, limits.queue)
             return "" if queued else "too few requests waited"

@@ -15,6 +15,7 @@ from machine import START_S, Machine, Process
 
 __all__ = [
     "API",
+    "PREFILL",
     "SERVED_BY",
     "Presence",
     "Span",
@@ -28,6 +29,8 @@ __all__ = [
 
 API = "api"
 """What requests to the models of :mod:`api_worker` count as."""
+PREFILL = "Prefill"
+"""The service of the workers that compute prompts alone."""
 SERVED_BY = {
     "Worker": "one",
     "Prefill": "one",

@@ -336,7 +336,8 @@ def make_scenario(
     overlap = random.Random(f"overlap {seed}").choice(_OVERLAPS)
     steps = surface.with_fields(seed, steps)
     graph = surface.configured(seed, graph)
-    scenario = Scenario(seed, name, graph, _numbered(steps), length_s, overlap=overlap)
+    numbered = surface.with_ranks(seed, graph, _numbered(steps))
+    scenario = Scenario(seed, name, graph, numbered, length_s, overlap=overlap)
     scenario = _with_clock(
         scenario if rates.requests else _cut(dying(_aimed(_calm(scenario)), PROFILES, Step))
     )

@@ -6,6 +6,7 @@ Each has dice of its own. It adds its steps to those of a run, which keep their 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,8 @@ __all__ = ["dying", "situated"]
 
 _SHARE = 0.4
 _DYING_SHARE = 0.06
+_DEATHS_SHARE = 0.15
+"""Of the situations."""
 _DYING_BURST, _DYING_WINDOW_S = 3, 3.0
 _DEATHS_S = (0.5, 1.7, 5.0, 6.2, 9.5, 10.7, 14.0)
 _LONG = (5, 6, 12, 13, 19, 20)
@@ -142,6 +145,14 @@ def _crowd(table: _Table, at_s: float) -> Iterator[Step]:
     yield from table.requests(4, at_s + 0.3, 0.5)
 
 
+def _first_deaths(table: _Table, at_s: float) -> Iterator[Step]:
+    """The first two workers of requests die, which may have waited for a worker for long."""
+    model = table.dice.choice(table.profile.models)
+    yield table.event(at_s, "kill at request")
+    for step in (*table.requests(4, at_s, 0.2), *table.requests(2, at_s + 4.0, 4.0)):
+        yield replace(step, what=model)
+
+
 _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
     "chain": _chain,
     "silent death": _silent_death,
@@ -152,6 +163,7 @@ _SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
     "draining": _draining,
     "waking": _waking,
     "crowd": _crowd,
+    "first deaths": _first_deaths,
 }
 
 
@@ -190,6 +202,8 @@ def situated(
     name = dice.choice(able)
     if scenario.limits.engine and not profile.planner:
         name = "crowd"
+    if random.Random(f"first deaths {scenario.seed}").random() < _DEATHS_SHARE:
+        name = "first deaths"
     limited = bool(scenario.limits) and name != "crowd"
     busy = scenario.is_calm or scenario.is_cut or limited
     busy = busy or scenario.restarts[0] == _DYING_BURST
@@ -201,6 +215,8 @@ def situated(
             return scenario
         lines = "router-session-affinity-ttl-secs: 3\n  router-session-affinity-mode: "
         graph = graph.replace(_KV, f"{_KV}  {lines}{dice.choice(_MODES)}\n")
+    if name == "first deaths":  # streams begin with comments after five seconds
+        graph = re.sub("startup-time: .*", f"startup-time: {dice.choice((2, 6, 6))}", graph)
     begin_s = dice.random() * scenario.seconds
     made = list(_SITUATIONS[name](_Table(dice, profile, ask, fault), begin_s))
     until_s = max(one.at_s for one in made) + dice.choice((0.02, 0.05, 0.1))

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scenario import Scenario, Step
 
-__all__ = ["HEADERS", "NO_LIMITS", "TAIL", "Limits", "configured", "limited", "with_fields"]
+__all__ = [
+    "HEADERS",
+    "NO_LIMITS",
+    "TAIL",
+    "Limits",
+    "configured",
+    "limited",
+    "rank_of",
+    "with_fields",
+    "with_ranks",
+]
 
 _PLAIN_SHARE = 0.5
 _VARIED_SHARE = 0.7
@@ -103,7 +113,8 @@ _TOGETHER_S, _AT_ONCE_S = 0.1, 0.004
 _BURSTS = (6, 10, 16)
 """So many requests arrive within a tenth of a second, or, to fill a queue, some milliseconds."""
 CLASS = "x-dynamo-meta-policy-class"
-HEADERS = (CLASS,)
+_RANKS = ("x-dp-rank", "x-data-parallel-rank", "x-dynamo-dp-rank")
+HEADERS = (CLASS, *_RANKS)
 """Those of a request's fields that are sent as headers."""
 _CLASSES = Path(__file__).with_name("classes.yaml")
 _CLASS_NAMES = ("nightly", "never", "standard", "unknown")
@@ -114,6 +125,11 @@ _FEW_BLOCKS = 96
 _THREADS_SHARE = 0.6
 """Of the boxes whose routers follow KV events."""
 _THREADS = (2, 2, 3)
+_ENFORCED_SHARE = 0.3
+_PREFILL_LIMIT_SHARE = 0.4
+"""Of the boxes with prefill workers."""
+_RANKS_SHARE = 0.6
+"""Of the boxes whose engines have two ranks."""
 _HEALTH_SHARE = 0.2
 _HEALTH = "envs: {{DYN_HEALTH_CHECK_ENABLED: 'true', DYN_CANARY_WAIT_TIME: '1'}}"
 _KV = "  router-mode: kv\n"
@@ -133,6 +149,8 @@ class Limits:
     """DYN_ROUTER_QUEUE_LIMIT."""
     blocks: int = 0
     """KV blocks in use above which a worker is busy."""
+    prefill_queue: int = 0
+    """--router-prefill-queue-limit: requests that wait for a prefill slot."""
     prefill_tokens: int = 0
     """Prompt tokens being computed above which a worker is busy."""
     classes: bool = False
@@ -195,6 +213,13 @@ def _prefill(dice: random.Random, graph: str) -> str:
     return re.sub("(  router-mode: .*\n)", rf"\1  {line}\n", graph)
 
 
+def _enforced(dice: random.Random, graph: str) -> str:
+    """Forbid decode workers to compute prompts."""
+    if "disaggregation-mode" not in graph or dice.random() >= _ENFORCED_SHARE:
+        return graph
+    return re.sub("(  router-mode: .*\n)", r"\1  enforce-disagg: true\n", graph)
+
+
 def _planner(dice: random.Random, graph: str) -> str:
     mode, line = dice.choice(_PLANNER_MODES), dice.choice(_PLANNER_LINES)
     if dice.random() >= _PLANNER_SHARE:
@@ -237,6 +262,7 @@ _DIMENSIONS: dict[str, Callable[[random.Random, str], str]] = {
     "health checks": _health,
     "event threads": _event_threads,
     "host memory": _host_memory,
+    "enforced": _enforced,
 }
 """What each dimension changes in a graph, by the name that its dice have."""
 
@@ -254,6 +280,29 @@ def with_fields(seed: int, steps: list[Step]) -> list[Step]:
     ]
 
 
+def with_ranks(seed: int, graph: str, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Let some requests name the rank that computes them, with a header or a field."""
+    dice = random.Random(f"ranks {seed}")
+    if "data-parallel-size: 2" not in graph or dice.random() >= _RANKS_SHARE:
+        return steps
+    named = []
+    for step in steps:
+        rank, name = dice.choice((0, 1)), dice.choice((*_RANKS, ""))
+        free = step.kind == "request" and not {"fields", "call", "pin", "n"} & step.details.keys()
+        if free and dice.random() < _VARIED_SHARE:
+            fields = {name: rank} if name else {"nvext": {"dp_rank": rank}}
+            step = replace(step, details={**step.details, "fields": fields})
+        named.append(step)
+    return tuple(named)
+
+
+def rank_of(fields: dict[str, Any]) -> int | None:
+    """Return the rank that the fields of a request name."""
+    named = (fields[name] for name in _RANKS if name in fields)
+    rank: int | None = next(named, fields.get("nvext", {}).get("dp_rank"))
+    return rank
+
+
 def limited(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     """Limit in some scenarios what is taken at once, and let many requests arrive together.
 
@@ -262,14 +311,19 @@ def limited(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     dice = random.Random(f"limits {scenario.seed}")
     kind = dice.choice(_LIMIT_KINDS)
     status = dice.choice((503, 503, 429, 529))
-    if dice.random() >= _LIMITS_SHARE or scenario.is_calm or scenario.is_cut:
+    prefill = random.Random(f"prefill queue {scenario.seed}").random() < _PREFILL_LIMIT_SHARE
+    if prefill and "disaggregation-mode" in scenario.graph:
+        kind = "prefill queue"
+    elif dice.random() >= _LIMITS_SHARE:
+        return scenario
+    if scenario.is_calm or scenario.is_cut:
         return scenario
     limits, graph = _limits(kind, dice, scenario.graph)
     env = {**limits.env, "DYN_HTTP_OVERLOAD_STATUS_CODE": str(status)}
     steps = list(scenario.steps)
     begin_s = dice.random() * scenario.seconds
     for number in range(len(steps), len(steps) + dice.choice(_BURSTS)):
-        within_s = _AT_ONCE_S if kind in ("queue", "classes") else _TOGETHER_S
+        within_s = _AT_ONCE_S if "queue" in kind or kind == "classes" else _TOGETHER_S
         step = ask(dice, at_s=round(begin_s + dice.random() * within_s, 5))
         if limits.classes:
             fields = {CLASS: dice.choice(_CLASS_NAMES)}
@@ -292,6 +346,10 @@ def _limits(kind: str, dice: random.Random, graph: str) -> tuple[Limits, str]:
         env = {"DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
         line = f"engine-request-limit: {count}"
         return Limits(count, 2, env=env), graph.replace(_ENGINE, f"{_ENGINE}  {line}\n")
+    if kind == "prefill queue":
+        graph = re.sub("  router-(prefill-slots|conditional-disagg).*\n", "", graph)
+        line = f"router-prefill-slots: 1\n  router-prefill-queue-limit: {count}"
+        return Limits(prefill_queue=count), re.sub("(  router-mode: .*\n)", rf"\1  {line}\n", graph)
     if kind == "queue":
         graph = re.sub("  router-queue-.*\n", "", graph)
         line = "router-queue-threshold: 0.005"

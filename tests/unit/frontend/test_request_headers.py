@@ -30,6 +30,11 @@ def test_priorities_have_the_range_of_the_agent_hints(header: str, field: str) -
             routed(None, {header: text})
 
 
+@pytest.mark.parametrize("header", ["x-dp-rank", "x-data-parallel-rank", "x-dynamo-dp-rank"])
+def test_each_name_of_a_rank(header: str) -> None:
+    assert routed(None, {header: "1"}) == Routing(dp_rank=1)
+
+
 def test_a_tenant_has_its_own_caches() -> None:
     assert routed(None, {"x-tenant-id": "a"}) == Routing(cache_namespace="tenant\na")
     salted = routed(Routing(cache_namespace="b"), {"x-tenant-id": "a"})
