@@ -131,7 +131,8 @@ def _bound(
     if bound is None or now_s - bound.used_s >= sessions._ttl_s or routing.dp_rank is not None:
         return None
     owner = bound.worker_id, bound.dp_rank
-    return owner if owner in able else None
+    avoided = bound.worker_id in picker.worker_pool.avoided  # it has any rank of that worker then
+    return owner if owner in able and not avoided else None
 
 
 def _by_mode(
