@@ -79,7 +79,7 @@ class Load:
     def is_crowded(self, request: Request) -> bool:
         """Whether as many requests of its model wait as may wait for its first worker."""
         at_s = request.started_s
-        return self._most(request, at_s, at_s, _TRAVEL_S) > _WAITING
+        return self._most(request, at_s, at_s + _TRAVEL_S, _TRAVEL_S) > _WAITING  # in any order
 
     def may_refuse(self, request: Request) -> bool:
         """Whether a limit may have been exceeded while ``request`` waited for a worker."""
