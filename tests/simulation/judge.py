@@ -161,8 +161,18 @@ class Judge:
         """Return what had to happen where no decode worker may compute a prompt; '' if one may."""
         if self._was_absent(request, since_s, PREFILL):
             return "refused"
-        away = any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL])
-        return f"{EITHER}: no prefill worker" if away else ""
+        return f"{EITHER}: no prefill worker" if self._prefill_away(request, since_s) else ""
+
+    def _prefill_away(self, request: Request, since_s: float) -> bool:
+        """Whether no prefill worker answered for a while: none was live, or the only one was lost
+        for a moment and its frontend sends it nothing until it answers again.
+        """
+        if any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL]):
+            return True
+        lost_s = request.started_s - SILENT_S
+        alone = self._load.fewest((PREFILL,), lost_s, request.ended_s) <= 1
+        lost = self._workers.silent(self._model(request), lost_s, request.ended_s)
+        return alone and lost > 0
 
     def _by_losses(self, request: Request, since_s: float, drains: bool) -> str:
         """Return what had to happen because of workers that it lost, of limits, or of gaps."""
@@ -413,8 +423,7 @@ class Judge:
             lost = self._losses(request, request.ended_s) + self._lost_unseen(request)
             return "" if lost > 1 else "lost no two workers"
         if _ENFORCED in error:
-            since_s = request.ended_s - NOTICE_S
-            away = any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL])
+            away = self._prefill_away(request, request.ended_s - NOTICE_S)
             return "" if self._enforced and away else "a prefill worker lived"
         if is_busy(request):
             return self._load.refused(request)

@@ -17,7 +17,7 @@ from machine import START_S
 from presence import decoders, model_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from box import Box
     from machine import Process
@@ -150,12 +150,12 @@ class Load:
         since_s -= _LINGER_S
         if limits.prefill_tokens:
             tokens = self._most(request, since_s, until_s, _LINGER_S, tokens=True)
-            return tokens > limits.prefill_tokens * self._fewest(model, since_s, until_s)
+            return tokens > limits.prefill_tokens * self.fewest(decoders(model), since_s, until_s)
         busy = (
             self._over_blocks(since_s, until_s) if limits.blocks else self._full(since_s, until_s)
         )
         busy = {one for one in busy if model_of(one) == model}
-        return len(busy) >= self._fewest(model, since_s, until_s)
+        return len(busy) >= self.fewest(decoders(model), since_s, until_s)
 
     def _full(self, since_s: float, until_s: float) -> set[Process]:
         """The workers that rejected a request in this time."""
@@ -176,10 +176,10 @@ class Load:
                 over.add(process)
         return over | {one for one, blocks in last.items() if blocks > self._limits.blocks}
 
-    def _fewest(self, model: str, since_s: float, until_s: float) -> int:
-        """Return how many workers of a model were live at least."""
+    def fewest(self, services: Collection[str], since_s: float, until_s: float) -> int:
+        """Return how many workers of ``services`` were live at least."""
         total = 0
-        for service in decoders(model):
+        for service in services:
             changes = self._box.presence.counts.get(service, ())
             before = [count for at_s, count in changes if at_s < since_s]
             within = [count for at_s, count in changes if since_s <= at_s <= until_s]
