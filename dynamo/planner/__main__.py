@@ -280,8 +280,7 @@ async def _finish_interrupted(
         if loop.paused:
             continue
         with contextlib.suppress(StatefileError):  # the loop reports it
-            for sentence in await finish():
-                log.info("%s", sentence)
+            if await finish():
                 loop.wake()
 
 

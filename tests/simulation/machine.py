@@ -273,10 +273,11 @@ class Machine:
     def _poll(self) -> None:
         """Pass on what the kernel says of real descriptors: file events, ends of processes."""
         self.files_changed = False
-        for fd, _ in sorted(self.epoll.poll(0)):
-            found = self.readers.get(fd)
-            if found is not None and found[0].process.state == "R":
-                loop, call = found
+        readable = {fd for fd, _ in self.epoll.poll(0)}
+        # Not in the order of their numbers, which depend on what else this process has open.
+        for fd in [one for one in self.readers if one in readable]:
+            loop, call = self.readers[fd]
+            if loop.process.state == "R":
                 loop.call_soon_once(fd, call)
 
     # -- processes

@@ -58,7 +58,7 @@ def test_a_run_is_the_same_where_others_use_inotify() -> None:
 def test_a_defect_is_found_and_shrunk() -> None:
     done = simulate("--seed", "1", "--keep", "11,12", "--defect", "unknown-after-restart")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "404: Model not found" in done.stdout
+    assert "404 Model not found" in done.stdout
     assert "shrunk to" in done.stdout
     assert "again: scripts/simulate --seed" in done.stdout
 

@@ -247,13 +247,16 @@ class LocalConnector:
         return found
 
     async def finish_interrupted(self) -> list[str]:
-        """Finish or undo each sleep and wake whose process has exited; return what was done.
+        """Finish or undo each sleep and wake whose process has exited; log and return them.
 
         Until then the worker keeps its GPUs. Raises StatefileError.
         """
         if self._engines is None:
             return []
-        return await finish_interrupted(self._access, self._engines)
+        found = await finish_interrupted(self._access, self._engines)
+        for sentence in found:
+            log.info("%s", sentence)
+        return found
 
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
