@@ -334,7 +334,7 @@ async def test_an_outage_changes_nothing(world: World, caplog: pytest.LogCapture
     await until(lambda: world.operator.counts[-1] == 3)
     world.by_hand(4)  # so that two more than the one that never starts serve
     await adding
-    assert "the API server answers again" in caplog.text
+    await until(lambda: "the API server answers again" in caplog.text)
 
 
 async def test_a_watch_that_is_too_old_lists_again(world: World) -> None:
