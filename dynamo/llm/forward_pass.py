@@ -292,8 +292,8 @@ class FpmEventSubscriber:
     def _on_card(self, event: KeyEvent) -> None:
         gone = self._cards.pop(event.key, None)
         if event.value is None:
-            left = {worker for worker, _ in self._cards.values()}  # an adapter has a card, too
-            if gone is not None and gone[0] not in left:
+            # An adapter has a card, too: the worker has left when its last one has.
+            if gone is not None and gone[0] not in {one for one, _ in self._cards.values()}:
                 for key in [key for key in self._newest if key[0] == str(gone[0])]:
                     del self._newest[key]
             return

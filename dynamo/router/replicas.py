@@ -76,12 +76,12 @@ class ReplicaSync:
         self.remote = RemoteReplicas(PickerLoadSink(picker), self._request_snapshot)
         labels = place.component, place.namespace, place.router_id
         self._resyncs = runtime.metrics.child(_RESYNCS, *labels)
-        self._shown = {
+        self._gauges = {
             runtime.metrics.child(spec, *labels): read
             for spec, read in ((_KNOWN, self.remote.__len__), (_REQUESTS, self.remote.requests))
         }
-        for child, read in self._shown.items():
-            child.function = read
+        for exported, read in self._gauges.items():
+            exported.function = read
 
     async def start(self) -> None:
         """Subscribe, then publish. Raises EngineShutdown when the process is shutting down."""
@@ -107,9 +107,9 @@ class ReplicaSync:
                 handle.cancel()
         if self._subscription is not None:
             self._subscription.close()
-        for child, read in self._shown.items():
-            if child.function == read:  # not of a router that has taken its place
-                child.function = None  # it would keep the picker, and all that it knows
+        for exported, read in self._gauges.items():
+            if exported.function == read:  # not of a router that has taken its place
+                exported.function = None  # it would keep the picker, and all that it knows
 
     def worker_added(self, worker_id: int) -> None:
         """Book the load of replicas on a worker that is new to the picker."""

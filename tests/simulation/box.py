@@ -483,8 +483,7 @@ class Box:
 
     def was_full_at(self, since_s: float, until_s: float) -> bool:
         """Whether the disk was full for a moment of this time, or shortly before."""
-        spans = (one.span for one in self.causes.found if one.why == "the disk was full")
-        return any(one.meets(since_s, until_s) for one in spans)
+        return any(one.meets(since_s - RESTART_S, until_s) for one in self.full())
 
     def full(self) -> list[Span]:
         """Return the times in which the disk was full, in order."""

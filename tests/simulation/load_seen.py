@@ -32,11 +32,7 @@ _FELT_S = 6.0
 """So long after a fault a request may lose its worker by it."""
 _WAITING = 1000
 """So many requests may wait for the first worker of a model."""
-_BUSY = (
-    "All workers are busy",
-    "Service temporarily overloaded",
-    "worker at capacity",
-)
+_BUSY = ("All workers are busy", "Service temporarily overloaded", "worker at capacity")
 _QUEUE = re.compile(
     r'policy class "(\w+)" queue (\w+) limit reached \(current=(\d+), limit=(\d+)\)'
 )

@@ -296,21 +296,17 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
     document = read_deployment(statefile)
     if runs_here(document.arbiter):
         await in_daemon_thread(check_answers, document)
-    circus = CircusEndpoint(document.circus_endpoint)
-    try:
-        registrations = _open_registrations(runtime, statefile)
-        try:
-            yield LocalAccess(
-                limits=limits,
-                statefile=statefile,
-                circus=circus,
-                registrations=registrations,
-                logs=run_dir(runtime) / "logs",
-            )
-        finally:
-            registrations.close()
-    finally:
-        circus.close()
+    with (
+        contextlib.closing(CircusEndpoint(document.circus_endpoint)) as circus,
+        contextlib.closing(_open_registrations(runtime, statefile)) as registrations,
+    ):
+        yield LocalAccess(
+            limits=limits,
+            statefile=statefile,
+            circus=circus,
+            registrations=registrations,
+            logs=run_dir(runtime) / "logs",
+        )
 
 
 def _open_registrations(runtime: RuntimeSettings, statefile: Statefile) -> FileRegistrations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shlex
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -156,11 +157,11 @@ class CircusEndpoint:
         try:
             socket.connect(self.endpoint)
             await socket.send(json.dumps(message).encode())
-            left_ms = self._timeout_ms
-            while not await socket.poll(min(left_ms, _CHECK_MS)):
+            left_ms = math.inf if is_running else self._timeout_ms
+            while not await socket.poll(int(min(left_ms, _CHECK_MS))):
                 if not runs():
                     raise ended
-                left_ms -= 0 if is_running else _CHECK_MS
+                left_ms -= _CHECK_MS
                 if left_ms <= 0:
                     raise CircusBusy(
                         f"circus at {self.endpoint} did not answer {command!r} within "

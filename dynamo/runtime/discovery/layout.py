@@ -113,15 +113,16 @@ def ensure_directories(root: Path) -> None:
 
     A deployment that ends may be removing them: then they are created again. Raises OSError.
     """
-    for left in range(_CREATE_TRIES - 1, -1, -1):
-        try:
-            for name in (".", "leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
-                (root / name).mkdir(mode=0o700, exist_ok=True)
-        except FileNotFoundError:
-            if not left:
-                raise
-        else:
+    for _ in range(_CREATE_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            _create(root)
             return
+    _create(root)
+
+
+def _create(root: Path) -> None:
+    for name in (".", "leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
+        (root / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def names(directory: Path) -> list[str]:

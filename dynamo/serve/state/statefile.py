@@ -124,7 +124,7 @@ class Statefile:
             raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
         if document.namespace != self.namespace:
             raise self._bad(f"belongs to namespace {document.namespace!r}")
-        if self.arbiter is not None and not _is_same(document.arbiter, self.arbiter):
+        if self.arbiter is not None and _identity(document.arbiter) != _identity(self.arbiter):
             raise StatefileError(
                 f"the deployment in namespace {self.namespace!r} has ended and was started again "
                 "while this command ran: repeat the command"
@@ -233,9 +233,8 @@ class Statefile:
         )
 
 
-def _is_same(arbiter: Arbiter, other: Arbiter) -> bool:
-    identities = ((one.host, one.pid, one.start_ticks) for one in (arbiter, other))
-    return next(identities) == next(identities)
+def _identity(arbiter: Arbiter) -> tuple[str, int, int]:
+    return arbiter.host, arbiter.pid, arbiter.start_ticks
 
 
 def _is_complete(document: Document) -> bool:
