@@ -194,6 +194,7 @@ def with_api(scenario: Scenario, step: type[Step]) -> Scenario:
     dice = random.Random(f"api {scenario.seed}")
     fault = dice.choice(_FAULTS)
     others = scenario.limits or "{keys}" in scenario.graph or "dynamo.attach" in scenario.graph
+    others = others or "enforce-disagg" in scenario.graph  # its models have no prefill workers
     if dice.random() >= _SHARE or others or scenario.is_calm or not scenario.seed:
         return scenario
     written = dice.sample(MODELS, dice.choice(_WRITTEN))

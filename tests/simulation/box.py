@@ -785,7 +785,7 @@ class Box:
         ]
         if found:
             chosen = dice.choice(found)
-            self.causes.losses.append((model_of(chosen.loop.process), self.clock()))
+            self.causes.lose(chosen.loop.process, [self.clock()])
             chosen.cut()
 
     def _cut_events(self, dice: random.Random, seconds: float) -> None:

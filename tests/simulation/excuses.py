@@ -8,12 +8,12 @@ workers. A worker that is away without a cause is a failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from machine import Process
-from presence import SERVED_BY, Span, model_of
+from presence import PREFILL, SERVED_BY, Span, model_of, service_of
 from validator import SILENCE_S
 
 if TYPE_CHECKING:
@@ -82,12 +82,14 @@ class Cause:
 class Causes:
     """The causes of a run, in the order in which they begin.
 
-    ``losses`` has model and time for workers that lost requests and whose life goes on.
+    ``losses`` has model and time for workers that lost requests and whose life goes on, and
+    ``prefill_losses`` name and time of those that compute prompts.
     """
 
     def __init__(self) -> None:
         self.found: list[Cause] = []
         self.losses: list[tuple[str, float]] = []
+        self.prefill_losses: list[tuple[str, float]] = []
         self.of_the_graph: set[str] = set()
         """The workers that the graph starts; a reload or a new deployment removes the others."""
         self.reload_returns = True
@@ -102,7 +104,13 @@ class Causes:
             whom = process.name if model else ""
             self.found.append(Cause(f"{why} {process}", whom, at_s, at_s + seconds + RESTART_S))
         if model and seconds:
-            self.losses += [(model, at_s + later_s) for later_s in _losses_s(seconds)]
+            self.lose(process, [at_s + later_s for later_s in _losses_s(seconds)])
+
+    def lose(self, process: Process, times_s: Sequence[float]) -> None:
+        """``process`` lost requests at these times, and lives on."""
+        self.losses += [(model_of(process), at_s) for at_s in times_s]
+        if service_of(process) == PREFILL:
+            self.prefill_losses += [(process.name, at_s) for at_s in times_s]
 
     def everywhere(self, why: str, at_s: float, seconds: float) -> None:
         """A fault has hit whatever starts workers."""

@@ -79,7 +79,9 @@ class Judge:
             ]
             for model in (*box.profile.models, RELAYED, API)
         }
-        self._gaps[PREFILL] = list(box.presence.gaps((PREFILL,), end_s))
+        self._gaps[PREFILL] = [
+            one for one in box.presence.gaps((PREFILL,), end_s) if one.until_s > box.ready_s
+        ]
         self._enforced = "enforce-disagg: true" in box.scenario.graph
         self._load = Load(box)
         self._workers = WorkersSeen(box)
@@ -169,10 +171,12 @@ class Judge:
         """
         if any(one.meets(since_s, request.ended_s) for one in self._gaps[PREFILL]):
             return True
-        lost_s = request.started_s - SILENT_S
-        alone = self._load.fewest((PREFILL,), lost_s, request.ended_s) <= 1
-        lost = self._workers.silent(self._model(request), lost_s, request.ended_s)
-        return alone and lost > 0
+        names = [one for one in self._box.presence.counts if one.startswith(f"box_{PREFILL}")]
+        return any(
+            request.started_s - SILENT_S <= at_s <= request.ended_s
+            and not self._load.fewest([one for one in names if one != lost], at_s, request.ended_s)
+            for lost, at_s in self._box.causes.prefill_losses
+        )
 
     def _by_losses(self, request: Request, since_s: float, drains: bool) -> str:
         """Return what had to happen because of workers that it lost, of limits, or of gaps."""

@@ -17,6 +17,7 @@ __all__ = ["certain_of_kind", "refusal_of_kind"]
 
 _PIN = "either: pin"
 _NOT_READY = "is not ready to serve requests yet"
+_UNAVAILABLE = "Service temporarily unavailable"
 _NONE_ALLOWED = "none of the request's allowed workers"
 _WORKER_LOST = "The worker of this model"
 """A worker of texts cannot be replaced in the middle of an answer."""
@@ -44,6 +45,8 @@ def refusal_of_kind(box: Box, request: Request, error: str, certain: str) -> str
         return "" if lost_api(box, request) else "its worker lived"
     if UNKNOWN_WORKER in error or _NONE_ALLOWED in error:
         return "" if certain == _PIN else "its worker lived"
+    if certain == _PIN and _UNAVAILABLE in error:
+        return ""  # it may not go to another one
     if request.id in box.pins and certain == "complete" and not error:
         return _elsewhere(box, request)
     return None

@@ -198,8 +198,12 @@ class _Judge:
         if owner is not None and owner.name != name:
             yield f"the lease {row['lease']} of {name} is of {owner}"
         if row["state"] == "ready" and models and not any(map(truth.live(name).__getitem__, (1,))):
-            stopped = any(one is not None and truth.stopped(one, SILENT_S) for one in alive)
-            if not stopped and not truth.disturbed(self._removed()):
+            known = any(
+                truth.stopped(one, SILENT_S) or truth.is_sleep_unwritten(one)
+                for one in alive
+                if one is not None
+            )
+            if not known and not truth.disturbed(self._removed()):
                 yield f"{name} is ready, it was not live"
 
     def _removed(self) -> Iterator[Any]:

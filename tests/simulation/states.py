@@ -91,8 +91,8 @@ def _check_row(truth: Truth, row: Mapping[str, Any]) -> Iterator[str]:
     is_worker = any(map(model_of, lives))
     if row["state"] == "ready" and is_worker and not truth.live(name)[1]:
         removed = (one.span for one in truth.box.causes.found if one.why.startswith("removed"))
-        stopped = any(truth.stopped(one, SILENT_S) for one in lives)
-        if not stopped and not truth.disturbed(removed):
+        known = any(truth.stopped(one, SILENT_S) or truth.is_sleep_unwritten(one) for one in lives)
+        if not known and not truth.disturbed(removed):
             yield f"{name} is ready, it was not live"
     if row["state"] == "failed" and truth.is_pristine:
         yield f"{name} failed, and nothing had happened: {row.get('cause')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from excuses import RESTART_S
 from machine import START_S, Process
 from presence import SERVED_BY, Span, gpus_of, model_of, service_of
 
@@ -133,6 +134,19 @@ class Truth:
         return full or sorted(gpus) == sorted(gpus_of(process))
 
     # -- what was in the way
+
+    def is_sleep_unwritten(self, process: Process) -> bool:
+        """Whether its engine sleeps or slept, and what put it to sleep may have been killed.
+
+        The next command or planner finishes it and writes it down.
+        """
+        ends = (
+            one.ended_s - START_S
+            for one in self.box.machine.lived
+            if one.status & 0x7F and (one.program == "dynamo.planner" or "operator" in one.name)
+        )
+        spans = (Span(ended_s, ended_s + RESTART_S) for ended_s in ends)
+        return self.asleep(process)[1] and self.disturbed(spans)
 
     def disturbed(self, spans: Iterator[Span]) -> bool:
         """Whether one of ``spans`` meets this time."""
