@@ -63,9 +63,9 @@ private:
 };
 
 // EVENTS: a batch, of which the events of `dp_rank` from index `first` on are not applied. UNDECODED:
-// a payload that the compiled decoder rejects; the Python decoder decides. RESTARTED: no payload; the
-// publisher `worker` counts its messages from the start again.
-enum HandoffKind : uint8_t { EVENTS, UNDECODED, RESTARTED };
+// a payload that the compiled decoder rejects; the Python decoder decides. Without a payload, of the
+// publisher `worker`: RESTARTED, it counts its messages from the start again; LOST, some were lost.
+enum HandoffKind : uint8_t { EVENTS, UNDECODED, RESTARTED, LOST };
 
 // Work that a thread passes to the loop.
 struct Handoff {
@@ -155,11 +155,11 @@ public:
         std::lock_guard<std::mutex> hold(shard.mutex);
         for (auto &[key, stream] : shard.streams)
             if (key.worker == worker) stream.delegated = false;
-        Handoff handoff;
-        handoff.kind = RESTARTED;
-        handoff.worker = worker;
-        enqueue(handoff, nullptr, 0);
+        hand_off(RESTARTED, worker);
     }
+
+    // Tells the loop: events of any rank may have been lost.
+    void messages_lost(uint64_t worker) { hand_off(LOST, worker); }
 
     // Applies a message's payload, or hands it off. `batch` is a buffer that the calling thread reuses.
     void process(const uint8_t *data, size_t size, Batch *batch) {
@@ -252,6 +252,13 @@ private:
         }
     }
 
+    void hand_off(HandoffKind kind, uint64_t worker) {
+        Handoff handoff;
+        handoff.kind = kind;
+        handoff.worker = worker;
+        enqueue(handoff, nullptr, 0);
+    }
+
     void hand_off(const Batch &batch, size_t first, Stream *stream, const uint8_t *data, size_t size) {
         stream->handed_off = true;
         Handoff handoff;
@@ -263,7 +270,7 @@ private:
     }
 
     // False if the loop is too far behind: the handoff is dropped, and its event ids leave a gap that
-    // starts a recovery. A restart is never dropped: no id would reveal it.
+    // starts a recovery. A restart is never dropped: no id would reveal it, nor does the sweep.
     bool enqueue(Handoff &handoff, const uint8_t *data, size_t size) {
         if (size != 0) handoff.payload.assign(reinterpret_cast<const char *>(data), size);
         std::lock_guard<std::mutex> hold(handoffs_mutex_);

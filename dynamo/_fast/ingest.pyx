@@ -24,6 +24,7 @@ cdef extern from "ingest_thread.hpp" namespace "dynamo::ingest":
         EVENTS
         UNDECODED
         RESTARTED
+        LOST
 
     cdef cppclass Handoff:
         HandoffKind kind
@@ -161,7 +162,8 @@ cdef class Ingest:
 
         (payload, worker, dp_rank, first): the batch's events of that rank from index ``first`` on;
         (payload, None, 0, 0): a payload that the compiled decoder rejects;
-        (None, worker, 0, 0): the worker's publisher restarted its sequence numbers.
+        (None, worker, 0, 0): the worker's publisher restarted its sequence numbers;
+        (None, worker, 0, 1): messages of it were lost, of whatever rank.
         """
         cdef Handoff found
         cdef cpp_bool any_
@@ -169,8 +171,8 @@ cdef class Ingest:
             any_ = self._streams.get().next_handoff(&found)
         if not any_:
             return None
-        if found.kind == RESTARTED:
-            return None, found.worker, 0, 0
+        if found.kind in (RESTARTED, LOST):
+            return None, found.worker, 0, int(found.kind == LOST)
         payload = PyBytes_FromStringAndSize(found.payload.data(), <Py_ssize_t> found.payload.size())
         if found.kind == UNDECODED:
             return payload, None, 0, 0

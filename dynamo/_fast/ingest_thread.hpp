@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ingest.hpp"
@@ -200,9 +201,12 @@ private:
         if (!open_envelope(packed + 5, size, &payload)) return false;
         if (frames_[0] != topic_) return true;
         received_++;
-        const char *publisher = frames_[1].data(), *sequence = frames_[2].data();
-        attempt([&] { track_sequence(big_endian(publisher, 8), big_endian(sequence, 8)); });
+        uint64_t publisher = big_endian(frames_[1].data(), 8);
+        bool lost = false;
+        attempt([&] { lost = track_sequence(publisher, big_endian(frames_[2].data(), 8)); });
         process(payload.data, payload.size);
+        // After the message: of its own ranks it has shown what is missing.
+        if (lost) attempt([&] { streams_.messages_lost(publisher); });
         return true;
     }
 
@@ -227,14 +231,15 @@ private:
         return value;
     }
 
-    // Counts lost messages by the publisher's numbers. Event ids show which events were in them.
-    void track_sequence(uint64_t publisher, uint64_t sequence) {
+    // Counts lost messages by the publisher's numbers; returns whether any was lost.
+    bool track_sequence(uint64_t publisher, uint64_t sequence) {
         // The first message of a publisher only sets the number.
-        uint64_t &expected = expected_.try_emplace(publisher, sequence).first->second;
+        uint64_t &next = expected_.try_emplace(publisher, sequence).first->second;
+        uint64_t expected = std::exchange(next, sequence + 1);
         if (sequence != expected)
             streams_.count(SEQUENCE_GAP, sequence > expected ? sequence - expected : 1);
         if (sequence < expected) streams_.publisher_restarted(publisher);
-        expected = sequence + 1;
+        return sequence > expected;
     }
 
     // A failure (out of memory) leaves the stream unchanged: its next event reveals the gap.

@@ -170,7 +170,7 @@ def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventMetrics) -> N
     """Apply one handoff of the threads."""
     payload, worker, dp_rank, first = handoff
     if payload is None:
-        indexer.publisher_restarted(worker or 0)
+        (indexer.verify if first else indexer.publisher_restarted)(worker or 0)
         return
     try:
         batch = _decode_batch(payload)

@@ -25,7 +25,8 @@ _CHECKS_S = (0.05, 0.25, 1.0)
 """Seconds after connecting to a publisher at which its worker is asked for missed events.
 
 What it publishes before the subscription has arrived there is lost, and nothing follows that would
-show the gap. Later losses are found by the next event, or the sweep of the maintenance.
+show the gap. Later losses are found by the publisher's next message, or the sweep of the
+maintenance.
 """
 _decode_batch = codec.decoder(KvEventBatch).decode
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -277,12 +278,15 @@ class EventFeed:
         self.indexer.apply(batch)
 
     def _on_gap(self, publisher_id: int, expected: int, got: int) -> None:
-        """Count lost messages; the ids of the events show which events were lost.
+        """Count lost messages; the ids of the next events show which events were lost.
 
-        A publisher that counts from an earlier number has restarted, and so have its event ids.
+        They do so for the ranks of the message alone that follows, so the others are checked after
+        it. A publisher that counts from an earlier number has restarted, and so have its event ids.
         """
         if got < expected:
             self.indexer.publisher_restarted(publisher_id)
+        else:
+            asyncio.get_running_loop().call_soon(self.indexer.verify, publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_publisher(self, publisher_id: int, added: bool) -> None:

@@ -187,6 +187,22 @@ async def test_ranks_come_from_the_card(box: Box) -> None:
     assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
 
 
+async def test_a_lost_event_of_another_rank_is_found_by_the_next_message(box: Box) -> None:
+    """The event ids of one rank do not show what was lost of the other."""
+    worker = await box.worker(RuntimeConfig(data_parallel_size=2))
+    live = await box.route()
+    assert live.events is not None
+    indexer = live.events.indexer
+    await until(lambda: len(worker.queries) == 2 and not indexer.recovering())
+    worker.publish(stored(1, 0, 1, rank=1))
+    await until(lambda: overlap(live) == 1)
+    worker.answers = [KvQueryAnswer("events", [stored(2, 1, 4, rank=1)], 2)]
+    worker.publisher._sequence += 1  # type: ignore[attr-defined]
+    worker.publish(stored(1, 0, 2, rank=0))
+    await until(lambda: overlap(live) == 4 and not indexer.recovering())
+    assert KvQuery(1, 2, None) in worker.queries
+
+
 async def test_events_of_a_worker_without_answers_are_applied(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
