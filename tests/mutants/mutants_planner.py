@@ -162,6 +162,15 @@ SERVE = (
         ("unit/serve/test_serve_restarts.py::test_old_deaths_are_forgotten",),
     ),
     Mutant(
+        "worker-drained-before-its-restart-starts-again",
+        "dynamo.serve.supervision.supervised",
+        "        if lacks and self.arbiter.drained(self, False):",
+        "        if False:",
+        (
+            "unit/serve/test_serve_restarts.py::test_a_worker_that_is_drained_while_its_restart_waits_is_not_started",
+        ),
+    ),
+    Mutant(
         "exit-during-a-stop-is-a-death",
         "dynamo.serve.supervision.supervised",
         "            process.stopping = True  # before the signal: its exit is then no death\n",

@@ -313,7 +313,12 @@ class Judge:
 
     def _may_lose(self, request: Request) -> bool:
         """Whether it may have lost two workers before its first token, or more than may migrate."""
-        first_s = next((one.at_s for one in request.events if one.kind == "text"), request.ended_s)
+        firsts: dict[int, float] = {}  # of each choice, which is sent on by itself
+        for event in request.events:
+            if event.kind == "text":
+                firsts.setdefault(event.index, event.at_s)
+        all_began = len(firsts) >= max(request.choices, 1)
+        first_s = max(firsts.values()) if all_began else request.ended_s
         # It may be sent to workers that have drained long ago.
         stopped = self._is_stopped(request, request.started_s - NOTICE_S)
         died = self._losses(request, first_s, drained=stopped)

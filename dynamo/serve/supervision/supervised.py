@@ -325,9 +325,12 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
         waiting = asyncio.get_running_loop().time() < self._not_before_s
         busy = self.rolling or self.is_stopping() or self.arbiter.stopping
-        if waiting or busy:
+        if waiting or busy or self._drained:
             return
-        if self._emptied and self.numprocesses and not self.is_stopped():
+        lacks = len(self.processes) < self.numprocesses and not self.is_stopped()
+        if lacks and self.arbiter.drained(self, False):  # while its restart waited
+            self._drained = True
+        elif self._emptied and self.numprocesses and not self.is_stopped():
             await self._start()  # others may have its GPUs by now
         else:
             self._emptied = not self.numprocesses

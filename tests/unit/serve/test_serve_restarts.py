@@ -138,7 +138,12 @@ def watcher_of(*processes: Process) -> Any:
     found.processes = {process.pid: process for process in processes}
     found.stop_signal, found.graceful_timeout = 15, 10.0
     found.numprocesses, found.given_up = len(processes), None
-    found.arbiter = SimpleNamespace(killing=False, gave_up=lambda watcher, reason: None)
+    found.arbiter = SimpleNamespace(
+        killing=False,
+        gave_up=lambda watcher, reason: None,
+        drained=lambda watcher, stopped: False,
+    )
+    found._drained = False
     found.notify_event = lambda *event: None
     found._restarts = Restarts(RestartPolicy())
     return found
@@ -213,6 +218,17 @@ async def test_a_watcher_that_has_drained_starts_nothing_more() -> None:
     watcher.cmd = watcher.args = None  # nothing to start
     await watcher.spawn_processes()
     assert watcher.processes == {} and watcher.given_up is None
+
+
+async def test_a_worker_that_is_drained_while_its_restart_waits_is_not_started() -> None:
+    watcher, spawned, ends = watcher_of(), [], []
+    watcher.arbiter.stopping = watcher.rolling = watcher._emptied = False
+    watcher._status, watcher.numprocesses, watcher._not_before_s = "active", 1, 0.0
+    watcher.arbiter.drained = lambda watcher, stopped: ends.append(stopped) or True
+    watcher.spawn_process = lambda: spawned.append(watcher)
+    for _ in range(2):  # the second one is circus's periodic check, before the removal
+        await watcher.manage_processes()
+    assert (spawned, ends) == ([], [False])
 
 
 async def test_a_dead_process_is_replaced_without_a_new_claim_of_its_gpu() -> None:
