@@ -187,8 +187,11 @@ async def test_ranks_come_from_the_card(box: Box) -> None:
     assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
 
 
-async def test_a_lost_event_of_another_rank_is_found_by_the_next_message(box: Box) -> None:
+async def test_a_lost_event_of_another_rank_is_found_by_the_next_message(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The event ids of one rank do not show what was lost of the other."""
+    monkeypatch.setattr(upkeep_module, "SWEEP_S", 3600.0)
     worker = await box.worker(RuntimeConfig(data_parallel_size=2))
     live = await box.route()
     assert live.events is not None
