@@ -297,11 +297,8 @@ class ModelEntry:
     @property
     def queued(self) -> int:
         """Requests that wait for a decode worker or a prefill worker."""
-        queues = (
-            None if self.loaded is None else self.loaded.dispatch.queue,
-            None if self.prefill.router is None else self.prefill.router.queue,
-        )
-        return sum(len(queue) for queue in queues if queue is not None)
+        decode = 0 if self.loaded is None else self.loaded.dispatch.waiting
+        return decode + (0 if self.prefill.router is None else len(self.prefill.router.queue))
 
     async def _connect(
         self,

@@ -101,6 +101,11 @@ class TrialQueue:
         return len(self._waiting) + len(self._running)
 
     @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+        return len(self._waiting)
+
+    @property
     def workers(self) -> set[int]:
         """The workers that have a request on trial."""
         return {one.decision.worker_id for one in self._running if one.decision is not None}

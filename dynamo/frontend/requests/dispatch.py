@@ -106,6 +106,11 @@ class Dispatch:
         elif self.picker.worker_pool.all_busy:
             raise Overloaded("all eligible workers are overloaded")
 
+    @property
+    def waiting(self) -> int:
+        """The engine requests in its queue, and those that wait to be tried alone on a worker."""
+        return self._trials.waiting + (0 if self.queue is None else len(self.queue))
+
     def report_to(self, saturation: Saturation) -> None:
         """Count there whether :meth:`check` may raise."""
         self.picker.worker_pool.report_to(saturation)

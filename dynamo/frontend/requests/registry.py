@@ -258,8 +258,12 @@ class RequestRegistry:
         )
 
     def in_flight_by_model(self) -> Counter[str]:
-        """Return the requests that a worker has now. O(requests)."""
-        return Counter(one.model.name for one in self._active if one.metrics.engine_requests)
+        """Return the requests that a worker has now, not those that wait for one. O(requests)."""
+        return Counter(
+            request.model.name
+            for request in self._active
+            if any(one.decision is not None for one in request.engine_requests)
+        )
 
     def decided_since(self, after_s: float) -> Iterator[tuple[RequestFigures, Decision]]:
         """Yield the requests that got their worker after ``after_s`` (monotonic seconds).

@@ -652,6 +652,8 @@ async def test_requests_of_the_only_worker_wait_when_it_is_killed(
         assert site.frontend.models.instances()  # its lease is still there
         assert site.metric(_NOW_WAITING) == 1
         assert site.metric("dynamo_frontend_queued_requests") == 0  # no load for the planner
+        (shown,) = [one for one in site.frontend._status.status().models if one.model == "tiny"]
+        assert (shown.in_flight, shown.queued) == (0, 1)
         seen_s = time.monotonic()
         second = await site.worker()
         waited_s = time.monotonic() - seen_s

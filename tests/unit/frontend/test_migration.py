@@ -370,8 +370,9 @@ async def test_a_request_may_end_while_it_waits_its_turn() -> None:
         ask(site)
     die(site, 1)
     waiting = site.streams[1].sink
-    assert waiting.pending is not None
+    assert waiting.pending is not None and site.entry.dispatch.waiting == 2
     waiting.request.fail(DynamoError("the client left"))
+    assert site.entry.dispatch.waiting == 1
     finish(site.streams[3], [5])
     assert site.streams[4].sink is site.streams[2].sink
     finish(site.streams[4], [5])
