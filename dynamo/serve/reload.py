@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.graph.changes import (
@@ -129,6 +129,7 @@ class GraphReload:
     async def _planned_changes(self, source: GraphSource) -> tuple[DeploymentPlan, GraphChanges]:
         """Raises DynamoError or OSError for a graph that cannot be applied."""
         plan = await in_file_thread(self._make_plan, source)
+        self._check_runs()
         changes = self._compare(plan)
         self._check_room(changes, self._record.ledger(plan.gpu_ids))
         self._check_ports(changes)
@@ -264,9 +265,15 @@ class GraphReload:
         except ConfigError as error:
             log.debug("%s: added later: %s", spec.name, error)
             return False
+        self._check_runs()  # a stop that came during the claim would leave it without a process
         watcher = self._arbiter.adopt(self._factory.make(spec))
         await watcher._start()  # at once: else others would see one that was stopped
         return True
+
+    def _check_runs(self) -> None:
+        """Raise Unavailable if the deployment stops: it starts no process any more."""
+        if self._arbiter.stopping:
+            raise Unavailable("the deployment is stopping")
 
     async def _served(self, names: Sequence[str]) -> str:
         """Wait until added watchers serve; return "" or what failed."""

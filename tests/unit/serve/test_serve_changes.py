@@ -410,6 +410,26 @@ def test_an_added_worker_is_started_at_once(adding: World, tmp_path: Path) -> No
     ]
 
 
+def test_a_deployment_that_stops_is_not_reloaded(adding: World, tmp_path: Path) -> None:
+    adding.stopping = True
+    reply = reload_of(adding, GRAPH + "\nB: {run: dynamo.mocker}", tmp_path)
+    assert (reply["status"], reply["reason"]) == ("error", "the deployment is stopping")
+    assert not adding.done and not adding.announced
+
+
+def test_a_stop_during_a_reload_adds_no_worker(
+    adding: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def claim(spec: WatcherSpec) -> WatcherSpec:
+        adding.stopping = True
+        return spec
+
+    monkeypatch.setattr(adding.writer, "claim", claim)
+    reply = reload_of(adding, GRAPH + "\nB: {run: dynamo.mocker}", tmp_path)
+    assert reply["reason"] == "reloaded in part: the deployment is stopping"
+    assert not adding.done and "dynamo_B" not in [one.name for one in adding.watchers]
+
+
 def test_an_entry_that_was_removed_with_its_worker_is_no_error(world: World) -> None:
     world.vanish("dynamo_A_2")
     world.statefile.update(lambda found: found.components.pop("dynamo_A_2"))
