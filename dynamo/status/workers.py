@@ -69,6 +69,8 @@ class _Process:
         self.leased = bool(mine)
         self.silent = bool(mine) and all(one.silent for one in mine)
         self.registered = next((one for one in mine if one.model is not None), None)
+        owner = entry.reserved_by
+        self.falls_asleep = self.reserved and owner is not None and owner.operation == SLEEP
         self.interrupted = "" if self.reserved else self._operation()
 
     @property
@@ -124,6 +126,8 @@ class _Process:
             return "draining"
         if self.interrupted in (LOAD, SLEEP):
             return "failed"
+        if self.falls_asleep and self.alive:
+            return "draining"  # its model stays registered, but it gets no requests
         if entry.asleep and self.alive:
             return "loading" if self.reserved else "asleep"
         if self.alive:
@@ -187,7 +191,8 @@ class _Process:
             reason = self.watcher.reason or "given up"
             return _joined(reason, self.last_exit, output), f"dynamo restart {name}"
         if state == "draining":
-            return "it finishes its requests, then exits", ""
+            then = "sleeps" if self.falls_asleep else "exits"
+            return f"it finishes its requests, then {then}", ""
         if state == "stopped":
             stopping = ("the deployment stops", "")
             by_command = ("stopped by a command", f"dynamo restart {name}")

@@ -117,6 +117,15 @@ def test_states_of_a_living_worker(change: dict[str, Any], reserved: list[str], 
     assert status.state == state
 
 
+@pytest.mark.parametrize("state", ["running", "asleep"])
+def test_a_worker_that_falls_asleep(state: str) -> None:
+    """Its model stays registered; at the end its entry says asleep while that is not sure yet."""
+    mark = {"pid": 1, "start_ticks": 1, "host": "h", "operation": "sleep"}
+    found = document(entry("d_W", MOCKER, 11, state=state, reserved_by=mark))
+    status = one(seen(found, 11, reserved=["d_W"]))
+    assert (status.state, status.cause) == ("draining", "it finishes its requests, then sleeps")
+
+
 def test_states_without_a_process() -> None:
     assert one(seen(document(entry("d_W", MOCKER, watcher={"status": "stopped"})))).state == (
         "stopped"
