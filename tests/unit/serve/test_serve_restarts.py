@@ -222,9 +222,14 @@ async def test_a_watcher_that_has_drained_starts_nothing_more() -> None:
 
 async def test_a_worker_that_is_drained_while_its_restart_waits_is_not_started() -> None:
     watcher, spawned, ends = watcher_of(), [], []
+
+    def drained(_: object, stopped: bool) -> bool:
+        ends.append(stopped)
+        return True
+
     watcher.arbiter.stopping = watcher.rolling = watcher._emptied = False
     watcher._status, watcher.numprocesses, watcher._not_before_s = "active", 1, 0.0
-    watcher.arbiter.drained = lambda watcher, stopped: ends.append(stopped) or True
+    watcher.arbiter.drained = drained
     watcher.spawn_process = lambda: spawned.append(watcher)
     for _ in range(2):  # the second one is circus's periodic check, before the removal
         await watcher.manage_processes()
