@@ -69,8 +69,6 @@ def with_pins(scenario: Scenario, ask: Callable[..., Step], step: type[Step]) ->
         "Prefill" in scenario.graph
     ):  # the prompt of an unknown decode worker is computed, and counts
         calls = [one for one in calls if UNKNOWN_WORKER not in one.says]
-    if "enforce-disagg" in scenario.graph:  # no prefill worker can take it either: 503
-        calls = [one for one in calls if one.name != "pin taints"]
     until_s = scenario.seconds if scenario.is_cut else max(scenario.seconds, 2.0)
     first = max((one.number for one in steps), default=-1) + 1
     for number in range(first, first + dice.choice(_COUNTS)):

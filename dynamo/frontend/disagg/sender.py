@@ -61,12 +61,12 @@ class Fallback:
         return reason
 
     def no_worker(self, expected: bool) -> None:
-        """Count a request for which no prefill worker is registered; ``expected``: one was before.
+        """Count a request for which no prefill worker answers; ``expected``: one did before.
 
         Raises Unavailable if decode-only serving is forbidden.
         """
         if self._enforced:
-            raise self._refusal("none is registered")
+            raise self._refusal("no registered one answers")
         if expected:
             self._metrics.fell_back("no_worker")
 
@@ -81,7 +81,9 @@ class Fallback:
         if not prefill.engine_request.open or prefill.engine_request.request.closed:
             return
         if self._enforced:
-            self.refuse(prefill, self._refusal(str(error or "the last one has left")))
+            if not isinstance(error, InvalidArgument):  # else it is what the client asks for
+                error = self._refusal(str(error or "the last one has left"))
+            self.refuse(prefill, error)
             return
         if error is not None:
             log.warning("no prefill for %s (%s): %s", prefill.id, reason, error)

@@ -463,6 +463,15 @@ async def test_taints_that_no_prefill_worker_has() -> None:
     assert box.counted("fallbacks_total") == {"constraints": 1}
 
 
+async def test_enforced_taints_that_no_prefill_worker_has_are_the_clients_to_hear() -> None:
+    box = Box(enforce_disagg=True)
+    box.join(PREFILL)
+    box.decode.add_worker(DECODE, RuntimeConfig(taints=["eu"]))
+    caller = box.send(routing=Routing(required_taints=["eu"]))
+    assert isinstance(caller.error, InvalidArgument) and "eu" in str(caller.error)
+    assert not box.decoders.streams and box.nothing_left()
+
+
 async def test_a_worker_that_left_and_never_answers_is_given_up() -> None:
     box = Box(prefill_drain_timeout_s=0.0)
     box.join(PREFILL, SPARE, max_num_batched_tokens=1)
