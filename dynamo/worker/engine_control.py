@@ -160,9 +160,10 @@ class EngineControl:
         async with self._turn:
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "the engine sleeps already"}
-            # Frontends that have not noticed it yet send their requests to other workers.
-            await self._endpoint.unregister_endpoint_instance(asleep=True)
             try:
+                # Frontends that have not noticed it yet send their requests to other workers. What
+                # waits for its turn would come to an engine that sleeps, and wait until it wakes.
+                await self._endpoint.unregister_endpoint_instance(asleep=True)
                 await self._engine.sleep(level)
                 self._discarded = level == 2
             except BaseException:

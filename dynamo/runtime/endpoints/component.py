@@ -209,7 +209,8 @@ class Endpoint:
         """Remove the instance from discovery; clients that have its address may still call it.
 
         ``asleep``: it rejects their new requests until it is registered again, so that they send
-        these elsewhere. An engine that sleeps would keep them until it wakes.
+        these elsewhere, and returns when those in flight have ended. An engine that sleeps would
+        keep them until it wakes.
         """
         await self.runtime.serving.withdraw(self.path, asleep)
 

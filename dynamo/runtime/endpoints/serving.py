@@ -171,13 +171,15 @@ class Serving:
     async def withdraw(self, path: EndpointPath, asleep: bool = False) -> None:
         """Remove the instance from discovery; clients that have the address may still call it.
 
-        Not while it is ``asleep``: then it rejects new requests until it is published again.
+        Not while it is ``asleep``: then it rejects new requests until it is published again; return
+        when those in flight have ended.
         """
         self.health.set(path[2], False)
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
         if asleep and path not in self._published:
             self.server.set_asleep("/".join(path), True)
+            await self.server.all_ended("/".join(path))
 
     async def remove(self, path: EndpointPath, abort: bool = False) -> None:
         """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent.

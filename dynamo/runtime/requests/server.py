@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo.config.option import from_env
@@ -238,12 +238,20 @@ class RequestServer:
         aborted = sum(self._abort_streams(served) for served in draining if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
-                while any(served.active for served in draining):
-                    self._ended.clear()
-                    await self._ended.wait()
+                await self._until_ended(draining)
         except TimeoutError:
             aborted += sum(map(self._abort_streams, draining))
         return aborted
+
+    async def all_ended(self, endpoint: str) -> None:
+        """Wait until ``endpoint`` has no stream in flight."""
+        served = self._endpoints.get(endpoint)
+        await self._until_ended([] if served is None else [served])
+
+    async def _until_ended(self, endpoints: Sequence[ServedEndpoint]) -> None:
+        while any(served.active for served in endpoints):
+            self._ended.clear()
+            await self._ended.wait()
 
     def abort(self, endpoint: str) -> int:
         """End all streams of ``endpoint`` with EngineShutdown, reject new ones; return how many."""

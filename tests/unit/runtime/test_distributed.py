@@ -540,7 +540,7 @@ async def test_unregister_and_register_again(deployment: Deployment) -> None:
 async def test_an_instance_that_sleeps_rejects_those_who_have_its_address(
     deployment: Deployment, asleep: bool
 ) -> None:
-    """It would keep their requests until it wakes; the stream that runs goes on."""
+    """It would keep their requests until it wakes; it sleeps when the stream that runs has ended."""
     worker, go = deployment.runtime(), asyncio.Event()
 
     async def slow(request: Any) -> AsyncIterator[str]:
@@ -554,10 +554,15 @@ async def test_an_instance_that_sleeps_rejects_those_who_have_its_address(
     running = await client.random({}, annotated=False)
     assert await running.__anext__() == "begun"
     stale = client._instances.copy()
-    await endpoint.unregister_endpoint_instance(asleep)
+    leaves = asyncio.create_task(endpoint.unregister_endpoint_instance(asleep))
     await until_count(client, 0)
+    if not asleep:
+        await leaves
+    assert leaves.done() != asleep, "what waits for its turn would come to an engine that sleeps"
     client._instances.update(stale)  # as if it had not noticed it yet
     go.set()
+    assert [item async for item in running] == ["done"]
+    await leaves
     call = await client.direct({}, worker.instance_id, annotated=False)
     if asleep:
         with pytest.raises(WorkerLeaving, match="sleeps"):
@@ -565,7 +570,6 @@ async def test_an_instance_that_sleeps_rejects_those_who_have_its_address(
         await endpoint.register_endpoint_instance()
         call = await client.direct({}, worker.instance_id, annotated=False)
     assert [item async for item in call] == ["begun", "done"]
-    assert [item async for item in running] == ["done"]
 
 
 async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deployment) -> None:
