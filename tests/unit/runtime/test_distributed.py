@@ -540,7 +540,7 @@ async def test_unregister_and_register_again(deployment: Deployment) -> None:
 async def test_an_instance_that_sleeps_rejects_those_who_have_its_address(
     deployment: Deployment, asleep: bool
 ) -> None:
-    """It would keep their requests until it wakes; it sleeps when the stream that runs has ended."""
+    """It would keep their requests until it wakes; the stream that runs ends before it sleeps."""
     worker, go = deployment.runtime(), asyncio.Event()
 
     async def slow(request: Any) -> AsyncIterator[str]:
