@@ -86,6 +86,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Show with a failure what the deployment of the test has printed."""
+    report = yield
+    made = getattr(item, "funcargs", {}).get("serving")
+    if report.failed and isinstance(made, Serving):
+        report.sections.append(("dynamo serve", made.text()))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     """Replace what UTF-8 cannot encode: a worker of pytest-xdist could not send it."""
     return _encodable((yield))

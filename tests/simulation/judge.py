@@ -432,7 +432,8 @@ class Judge:
             lost = self._losses(request, request.ended_s) + self._lost_unseen(request)
             return "" if lost > 1 else "lost no two workers"
         if _ENFORCED in error:
-            away = self._prefill_away(request, request.ended_s - NOTICE_S)
+            # A frontend that was stopped sees the end of one before the start of the next.
+            away = self._prefill_away(request, request.ended_s - NOTICE_S) or self._blind(request)
             return "" if self._enforced and away else "a prefill worker lived"
         if is_busy(request):
             return self._load.refused(request)
