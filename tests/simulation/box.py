@@ -830,7 +830,7 @@ class Box:
             if path.parent.name == "on_demand":
                 service = path.name.split("%2F")[1]
                 self.removed_records.append((SERVED_BY[service], self.clock()))
-            if path.parent.name == "leases":  # it drains from then on
+            if path.parent.name == "leases" and owner.alive:  # it drains from then on
                 self.machine.stop_signals_s.setdefault(owner.pid, self.machine.now_s)
         path.unlink()
 
