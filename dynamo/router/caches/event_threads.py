@@ -169,8 +169,11 @@ class EventThreads:
 def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventMetrics) -> None:
     """Apply one handoff of the threads."""
     payload, worker, dp_rank, first = handoff
+    if payload is None and first:  # messages were lost
+        indexer.verify(worker)
+        return
     if payload is None:
-        (indexer.verify if first else indexer.publisher_restarted)(worker or 0)
+        indexer.publisher_restarted(worker or 0)
         return
     try:
         batch = _decode_batch(payload)
