@@ -337,8 +337,8 @@ FRONTEND = (
     Mutant(
         "lost-prefill-worker-replaced-where-that-is-forbidden",
         "dynamo.frontend.disagg.sender",
-        "        if self._enforced:\n            self.refuse(",
-        "        if self._enforced and error is None:\n            self.refuse(",
+        "        if self._enforced:\n            if not isinstance",
+        "        if self._enforced and error is None:\n            if not isinstance",
         ("unit/frontend/test_prefill.py::test_enforced_nobody_goes_without",),
     ),
 )

@@ -253,7 +253,8 @@ class Judge:
     def _no_gpu(self, request: Request) -> bool:
         """Whether stopped workers of other models keep the GPUs that its first worker needs.
 
-        They keep them because `circusctl start` may start them again.
+        They keep them because `circusctl start` may start them again. A worker without GPUs that a
+        reload has added counts as one in the planner's budget, which is as large as the box.
         """
         used: dict[str, float] = {}
         for cause in self._box.causes.found:
@@ -263,8 +264,13 @@ class Judge:
                 for gpu in gpus_of(last):
                     used[gpu] = used.get(gpu, 0.0) + share_of(last)
         share = 0.5 if self._model(request) == "half" else 1.0
-        free = self._box.profile.gpus - sum(one + share > 1 for one in used.values())
-        return free <= 0
+        kept = sum(one + share > 1 for one in used.values())
+        added = sum(
+            one.started_s - START_S <= request.ended_s
+            and (one.alive or one.ended_s - START_S >= request.started_s)
+            for one in self._workers.of["extra"]
+        )
+        return bool(used) and kept + added >= self._box.profile.gpus
 
     def _frontend(self, request: Request) -> str:
         """Return "alive", "drains", "cut", "refused", or, if it began or ended at the same time,
