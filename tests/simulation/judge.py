@@ -264,13 +264,13 @@ class Judge:
                 for gpu in gpus_of(last):
                     used[gpu] = used.get(gpu, 0.0) + share_of(last)
         share = 0.5 if self._model(request) == "half" else 1.0
-        kept = sum(one + share > 1 for one in used.values())
-        added = sum(
+        taken = sum(one + share > 1 for one in used.values())
+        taken += sum(
             one.started_s - START_S <= request.ended_s
             and (one.alive or one.ended_s - START_S >= request.started_s)
             for one in self._workers.of["extra"]
         )
-        return bool(used) and kept + added >= self._box.profile.gpus
+        return bool(used) and taken >= self._box.profile.gpus
 
     def _frontend(self, request: Request) -> str:
         """Return "alive", "drains", "cut", "refused", or, if it began or ended at the same time,
