@@ -190,7 +190,7 @@ def test_a_load_that_its_client_has_left_gives_way(tmp_path: Path) -> None:
     text = ABANDONED.format(model=MODEL, port=port).replace("SECONDS", "600")
     url = f"http://127.0.0.1:{port}/v1/completions"
     try:
-        serving.start(text, wait="on demand")
+        serving.start(text, wait="started on demand: ")
         with pytest.raises(httpx.ReadTimeout):
             body = {"model": "a", "prompt": "hello", "max_tokens": 2}
             httpx.post(url, json=body, timeout=httpx.Timeout(60, read=3))

@@ -99,7 +99,7 @@ class Box:
         """The port of each request, by its id."""
         self.models: dict[str, str] = {}
         """The model of each request."""
-        self.causes = Causes()
+        self.causes = Causes(lambda name: bool(self.presence.live(name)))
         self.causes.reload_returns = not self.profile.planner
         machine.attempts = Attempts()
         machine.attempts.on_accept = self._accepted

@@ -8,7 +8,7 @@ workers. A worker that is away without a cause is a failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,12 @@ class Causes:
     """The causes of a run, in the order in which they begin.
 
     ``losses`` has model and time for workers that lost requests and whose life goes on, and
-    ``prefill_losses`` name and time of those that compute prompts.
+    ``prefill_losses`` name and time of those that compute prompts. ``is_live`` tells whether a
+    worker is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_live: Callable[[str], bool]) -> None:
+        self._is_live = is_live
         self.found: list[Cause] = []
         self.losses: list[tuple[str, float]] = []
         self.prefill_losses: list[tuple[str, float]] = []
@@ -146,11 +148,13 @@ class Causes:
                 self._brought_back(step.what, cause, at_s)
 
     def _brought_back(self, verb: str, by: Cause, at_s: float) -> None:
-        """End what lasts until a verb like this one."""
+        """End what lasts until a verb like this one. A load may have started another worker."""
         if verb == "reload" and not self.reload_returns:
             return
         for cause in self.found:
             lasting = cause.until_s == _NEVER and cause.verb in _LASTING and cause is not by
+            if verb == "load" and cause.verb in ("circus stop", "circus decr"):
+                lasting = lasting and self._is_live(cause.whom)
             if lasting and verb in _LASTING[cause.verb] and cause.meets(by):
                 cause.until_s = at_s + RESTART_S
 
