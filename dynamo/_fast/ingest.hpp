@@ -158,7 +158,7 @@ public:
         hand_off(RESTARTED, worker);
     }
 
-    // Tells the loop: events of any rank may have been lost.
+    // Hands off to the loop that events of any rank may have been lost.
     void messages_lost(uint64_t worker) { hand_off(LOST, worker); }
 
     // Applies a message's payload, or hands it off. `batch` is a buffer that the calling thread reuses.

@@ -164,8 +164,8 @@ SERVE = (
     Mutant(
         "worker-drained-before-its-restart-starts-again",
         "dynamo.serve.supervision.supervised",
-        "        if lacks and self.arbiter.drained(self, False):",
-        "        if False:",
+        "        elif lacks and self.arbiter.drained(self, False):",
+        "        elif False:",
         (
             "unit/serve/test_serve_restarts.py::test_a_worker_that_is_drained_while_its_restart_waits_is_not_started",
         ),

@@ -83,8 +83,8 @@ class Causes:
     """The causes of a run, in the order in which they begin.
 
     ``losses`` has model and time for workers that lost requests and whose life goes on, and
-    ``prefill_losses`` name and time of those that compute prompts. ``is_live`` tells whether a
-    worker is.
+    ``prefill_losses`` name and time of those that compute prompts. ``is_live`` returns
+    whether the worker of a name is.
     """
 
     def __init__(self, is_live: Callable[[str], bool]) -> None:

@@ -81,7 +81,7 @@ class Fallback:
         if not prefill.engine_request.open or prefill.engine_request.request.closed:
             return
         if self._enforced:
-            if not isinstance(error, InvalidArgument):  # else it is what the client asks for
+            if not isinstance(error, InvalidArgument):  # a fault of the request stays one
                 error = self._refusal(str(error or "the last one has left"))
             self.refuse(prefill, error)
             return

@@ -328,10 +328,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         if waiting or busy or self._drained:
             return
         lacks = len(self.processes) < self.numprocesses and not self.is_stopped()
-        if lacks and self.arbiter.drained(self, False):  # while its restart waited
-            self._drained = True
-        elif self._emptied and self.numprocesses and not self.is_stopped():
+        if lacks and self._emptied:
             await self._start()  # others may have its GPUs by now
+        elif lacks and self.arbiter.drained(self, False):
+            self._drained = True  # a drain began while its restart waited
         else:
             self._emptied = not self.numprocesses
             await super().manage_processes()

@@ -463,7 +463,7 @@ async def test_taints_that_no_prefill_worker_has() -> None:
     assert box.counted("fallbacks_total") == {"constraints": 1}
 
 
-async def test_enforced_taints_that_no_prefill_worker_has_are_the_clients_to_hear() -> None:
+async def test_enforced_taints_that_no_prefill_worker_has_are_rejected() -> None:
     box = Box(enforce_disagg=True)
     box.join(PREFILL)
     box.decode.add_worker(DECODE, RuntimeConfig(taints=["eu"]))

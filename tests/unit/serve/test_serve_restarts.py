@@ -236,6 +236,22 @@ async def test_a_worker_that_is_drained_while_its_restart_waits_is_not_started()
     assert (spawned, ends) == ([], [False])
 
 
+async def test_an_incr_starts_a_worker_again_that_slept_when_decr_stopped_it() -> None:
+    """Its entry is asleep still, as that of one whose engine died in its sleep."""
+    watcher, started = watcher_of(), []
+    watcher.arbiter.stopping = watcher.rolling = False
+    watcher._status, watcher._not_before_s = "active", 0.0
+    watcher._emptied, watcher.numprocesses = True, 1
+    watcher.arbiter.drained = lambda watcher, stopped: True
+
+    async def start() -> None:
+        started.append(watcher)
+
+    watcher._start = start
+    await watcher.manage_processes()
+    assert started == [watcher] and not watcher._drained
+
+
 async def test_a_dead_process_is_replaced_without_a_new_claim_of_its_gpu() -> None:
     """It is its own still; and its deaths are not forgotten, as they are with a manual start."""
     watcher, spawned = watcher_of(), []
