@@ -40,8 +40,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, RuntimeConfig, instance_key
 from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.discovery.router import RoutedWorkers
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16

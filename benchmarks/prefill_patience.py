@@ -20,8 +20,8 @@ from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 
 __all__ = ["main"]

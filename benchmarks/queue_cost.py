@@ -20,11 +20,12 @@ from random import Random
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import QueueMetrics, RouterLabels
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
+from dynamo.router.queue.classes import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128

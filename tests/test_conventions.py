@@ -68,9 +68,9 @@ ANY_IDENTIFIER = re.compile("|".join(BANNED_IDENTIFIERS), re.IGNORECASE)
 
 # Ids are printed in hexadecimal; the texts of these modules are Dynamo's.
 DECIMAL_IDS_ALLOWED = {
-    "dynamo/router/explanation.py",
+    "dynamo/router/decision/explanation.py",
     "dynamo/router/eligibility/filters.py",
-    "dynamo/router/active_load.py",
+    "dynamo/router/load/active_load.py",
     "dynamo/runtime/endpoints/client.py",
 }
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")

@@ -51,7 +51,7 @@ def test_links_lead_somewhere() -> None:
 def unknown_modules(text: str) -> Iterator[str]:
     """Yield the names of modules in ``text`` that do not exist.
 
-    As `router/picker` or `dynamo.router.picker`; files as `router/picker.py`.
+    As `router/modes/picker` or `dynamo.router.modes.picker`; files as `router/modes/picker.py`.
     """
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?(?:\.[a-z]+)?`", text):
         path = PACKAGE / name

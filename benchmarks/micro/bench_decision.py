@@ -20,9 +20,9 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
 
 BLOCK, TOKENS, WORKERS, INDEXED = 16, 4096, 16, 100_000
 

@@ -14,8 +14,10 @@ from itertools import pairwise
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.active_load import ActiveLoad, DecisionMetrics
-from dynamo.router.metrics import QueueMetrics, RouterLabels, WorkerMetrics
+from dynamo.router.labels import RouterLabels
+from dynamo.router.load.active_load import ActiveLoad, WorkerMetrics
+from dynamo.router.modes.kv_metrics import DecisionMetrics
+from dynamo.router.queue.classes import QueueMetrics
 from dynamo.router.worker_pool import Member
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

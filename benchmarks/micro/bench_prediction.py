@@ -18,8 +18,8 @@ import pytest
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK, WORKERS, PROMPTS = 16, 16, 96
 

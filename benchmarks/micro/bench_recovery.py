@@ -19,7 +19,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksStored, KvEvent, KvQueryAnswer
 from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
-from dynamo.router.discovery import event_feed as recovery
+from dynamo.router.connect import event_feed as recovery
 
 BLOCKS = 200_000
 

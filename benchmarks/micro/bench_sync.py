@@ -16,11 +16,11 @@ from typing import Any
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.active_load import Reservation
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.prompt import HashedPrompt
-from dynamo.router.replica_loads import LocalRequests, RemoteReplicas, SequenceBatch
-from dynamo.router.replicas import PickerLoadSink, decode_message
+from dynamo.router.caches.prompt import HashedPrompt
+from dynamo.router.connect.replicas import PickerLoadSink, decode_message
+from dynamo.router.load.active_load import Reservation
+from dynamo.router.load.replica_loads import LocalRequests, RemoteReplicas, SequenceBatch
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK, BLOCKS, WORKERS, PER_ITERATION = 16, 256, 16, 16
 

@@ -30,9 +30,9 @@ from dynamo.errors import ConfigError
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.indexer import EventMetrics, Indexer
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import InflightPicker, Picker
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import InflightPicker, Picker
 
 _TOKEN = Struct("I")
 POLICIES: Mapping[str, Mapping[str, Any]] = {

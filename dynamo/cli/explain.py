@@ -18,7 +18,7 @@ from dynamo.config.client import FrontendClientSettings
 from dynamo.observability.logs import counted
 from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
-from dynamo.router.explanation import Explanation
+from dynamo.router.decision.explanation import Explanation
 
 DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
 moment, and where its time went. The frontend keeps the last 1,000 requests."""

@@ -19,7 +19,7 @@ from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.observability.logs import counted
 from dynamo.protocols.openai import ModelList
-from dynamo.router.explanation import Candidate, Explanation
+from dynamo.router.decision.explanation import Candidate, Explanation
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:

@@ -57,9 +57,9 @@ from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Counter
-from dynamo.router.factory import ineffective_settings, summarize
-from dynamo.router.kv_mode.policy_types import check_policies
-from dynamo.router.prefill_model import prefill_model
+from dynamo.router.load.prefill_model import prefill_model
+from dynamo.router.modes.factory import ineffective_settings, summarize
+from dynamo.router.modes.policy_types import check_policies
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.distributed import REGISTER_AGAIN_S
 from dynamo.runtime.process.os_process import StopSignals

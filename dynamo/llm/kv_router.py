@@ -16,9 +16,9 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.kv import STORAGE_TIERS
 from dynamo.protocols.openai import RoutingConstraints
-from dynamo.router.explanation import overlap_scores, potential_loads
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
+from dynamo.router.connect.routed import UNSET_OUTPUT, RoutedEndpoint
+from dynamo.router.decision.explanation import overlap_scores, potential_loads
+from dynamo.router.modes.kv import KvPicker
 from dynamo.runtime import Endpoint
 from dynamo.runtime.endpoints.responses import at_caller
 

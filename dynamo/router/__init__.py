@@ -2,9 +2,10 @@
 
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import Decision, InflightPicker, Picker
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import InflightPicker, Picker
 
 __all__ = [
     "Decision",

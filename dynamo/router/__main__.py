@@ -23,10 +23,10 @@ from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.observability.logs import setup_logging
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.router.explanation import overlap_scores
-from dynamo.router.factory import ineffective_settings, summarize
-from dynamo.router.kv_mode.policy_types import check_policies
-from dynamo.router.routed import RoutedEndpoint
+from dynamo.router.connect.routed import RoutedEndpoint
+from dynamo.router.decision.explanation import overlap_scores
+from dynamo.router.modes.factory import ineffective_settings, summarize
+from dynamo.router.modes.policy_types import check_policies
 from dynamo.runtime import Context, DistributedRuntime
 from dynamo.runtime.endpoints.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
@@ -86,7 +86,7 @@ class RouterService:
         yield overlap_scores(picker.weigh(_parse(request)[0]), picker.worker_pool)
 
     async def explain(self, request: Any) -> AsyncIterator[Any]:
-        """The candidates' table; see :class:`dynamo.router.explanation.Explanation`."""
+        """The candidates' table; see :class:`dynamo.router.decision.explanation.Explanation`."""
         tokens, override = _parse(request)
         queued = self._routed.queue or ()
         yield self._picker.explain(tokens, override=override, queued=queued)

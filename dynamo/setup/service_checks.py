@@ -301,11 +301,11 @@ def check_router(settings: RouterSettings) -> None:
     """Read the files of policies, and compare the settings of loads. Raises ConfigError."""
     if settings.policy_config is not None or settings.selection_policy is not None:
         from dynamo.config.router import with_policies
-        from dynamo.router.kv_mode.policy_types import check_policies
+        from dynamo.router.modes.policy_types import check_policies
 
         check_policies(with_policies(settings).policies)
     if settings.prefill_load_model != "none" or settings.cost == "seconds":
-        from dynamo.router.prefill_model import check_prefill_model
+        from dynamo.router.load.prefill_model import check_prefill_model
 
         check_prefill_model(settings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.router.kv_mode.policy_types import PolicyRequest, PolicyWorker
+from dynamo.router.modes.policy_types import PolicyRequest, PolicyWorker
 
 
 class EvenBatches:

@@ -18,8 +18,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols.control import EventChannelRecord
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.discovery.router import RoutedWorkers
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
 from dynamo.runtime.process.paths import store_dir

@@ -22,9 +22,9 @@ from until import until
 from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
 from dynamo.protocols.kv import KvQuery
-from dynamo.router.discovery import kv_router as upkeep
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.connect import kv_router as upkeep
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK = 4
 CACHE_BLOCKS = 60

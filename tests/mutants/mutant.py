@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package: ``router`` of ``dynamo.router.picker``."""
+        """The package: ``router`` of ``dynamo.router.modes.picker``."""
         return self.module.split(".")[1]
 
     @property

@@ -39,7 +39,7 @@ PAST = (
     ),
     Mutant(
         "slot-freed-before-its-threads-forget-it",
-        "dynamo.router.discovery.kv_router",
+        "dynamo.router.connect.kv_router",
         "        if self.events is not None:\n            self.events.remove(worker_id)\n        self.picker.remove_worker(worker_id)",
         "        self.picker.remove_worker(worker_id)\n        if self.events is not None:\n            self.events.remove(worker_id)",
         ("unit/router/test_event_threads.py::test_no_thread_has_a_stream_whose_slot_is_freed",),

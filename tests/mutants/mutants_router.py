@@ -125,21 +125,21 @@ ROUTER = (
     ),
     Mutant(
         "output-blocks-counted-from-zero",
-        "dynamo.router.active_load",
+        "dynamo.router.load.active_load",
         "crossed = (before + count) // self.block_size - before // self.block_size",
         "crossed = count // self.block_size",
         ("unit/router/test_active.py::test_output_blocks_grow_at_block_borders",),
     ),
     Mutant(
         "cancelled-prefill-keeps-computing",
-        "dynamo.router.active_load",
+        "dynamo.router.load.active_load",
         "            if self._prefills is not None and reservation.first_token_at_s is None:\n                self._prefills.abandon(reservation.slot, request_id, self._clock())\n",
         "",
         ("unit/router/test_prefill_load.py::test_a_cancelled_anchor_and_a_lost_worker",),
     ),
     Mutant(
         "itl-divided-by-all-tokens",
-        "dynamo.router.active_load",
+        "dynamo.router.modes.kv_metrics",
         "gaps = reservation.output_tokens - 1",
         "gaps = reservation.output_tokens",
         ("unit/router/test_router_pages.py::test_with_events",),
@@ -204,14 +204,14 @@ ROUTER = (
     ),
     Mutant(
         "losses-of-a-prefix-never-fade",
-        "dynamo.router.kv_mode.cost",
+        "dynamo.router.decision.cost",
         "        lost *= 0.5 ** ((now_s - at_s) / _LOSS_HALF_LIFE_S)\n",
         "",
         ("unit/router/test_copies.py::test_losses_decay",),
     ),
     Mutant(
         "weight-zero-keeps-the-credit",
-        "dynamo.router.kv_mode.cost",
+        "dynamo.router.decision.cost",
         "        credit = 0.0 if weight == 0 else credit\n",
         "",
         ("unit/router/test_cost.py::test_legacy_override",),
@@ -232,14 +232,14 @@ ROUTER = (
     ),
     Mutant(
         "requests-of-a-removed-worker-stay-in-flight",
-        "dynamo.router.picker",
+        "dynamo.router.modes.picker",
         "        for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:\n            self.free(request_id)\n        self.eligibility.forget",
         "        self.eligibility.forget",
         ("unit/router/test_modes.py::test_a_removed_rank_leaves_no_load_in_its_slot",),
     ),
     Mutant(
         "replica-ends-without-its-last-events",
-        "dynamo.router.replicas",
+        "dynamo.router.connect.replicas",
         "        self._flush()  # before the publisher goes: replicas would keep ended requests\n",
         "",
         (
@@ -248,7 +248,7 @@ ROUTER = (
     ),
     Mutant(
         "load-of-a-replica-that-ends-wakes-no-queue",
-        "dynamo.router.replicas",
+        "dynamo.router.connect.replicas",
         "            picker.predicted.ended(key, time.perf_counter())\n        if reservation is not None:\n            picker.eligibility.load_changed(reservation.worker_id)",
         "            picker.predicted.ended(key, time.perf_counter())",
         (

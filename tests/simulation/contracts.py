@@ -221,7 +221,7 @@ async def events_on_threads(directory: Path) -> Any:
     from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch
     from dynamo.router.caches.event_threads import EventThreads
     from dynamo.router.caches.indexer import EventMetrics, Indexer
-    from dynamo.router.metrics import RouterLabels
+    from dynamo.router.labels import RouterLabels
     from dynamo.runtime.events import channels
 
     tree = RadixTree()

@@ -49,7 +49,7 @@ DEFECTS = (
     ),
     Defect(
         "silence-armed-twice",
-        "dynamo.router.discovery.kv_router",
+        "dynamo.router.connect.kv_router",
         "if name in self._timers:",
         "if False:",
         "A worker serves, sleeps, wakes and serves: its timer fires twice, with a KeyError.",

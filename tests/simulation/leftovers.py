@@ -22,10 +22,10 @@ _EMPTY: dict[str, tuple[str, ...]] = {
     "dynamo.frontend.requests.cold_start:ResendQueue": ("_waiting",),
     "dynamo.frontend.requests.cold_start:TrialQueue": ("_waiting", "_running"),
     "dynamo.frontend.requests.cold_start:ColdStartQueue": ("_waiting",),
-    "dynamo.router.picker:InflightPicker": ("_slot_of", "_prompt_tokens"),
-    "dynamo.router.active_load:ActiveLoad": ("_reservations",),
+    "dynamo.router.modes.picker:InflightPicker": ("_slot_of", "_prompt_tokens"),
+    "dynamo.router.load.active_load:ActiveLoad": ("_reservations",),
     "dynamo.router.caches.predicted:PredictedCache": ("_leases",),
-    "dynamo.router.kv_mode.cost:CopyPolicy": ("_in_progress",),
+    "dynamo.router.decision.cost:CopyPolicy": ("_in_progress",),
     "dynamo.router.queue.request_queue:RequestQueue": ("_requests",),
     "dynamo.router.queue.waiting:WaitingQueue": ("isl_tokens", "cached_tokens"),
     "dynamo.router.queue.prefill:PrefillQueue": ("_pins", "_running", "waiting_tokens"),
@@ -67,17 +67,17 @@ _GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
 
 _PEER = "dynamo.runtime.requests.client:Peer"
 _CLIENT = "dynamo.runtime.requests.client:RequestClient"
-_PICKER = "dynamo.router.picker:InflightPicker"
+_PICKER = "dynamo.router.modes.picker:InflightPicker"
 _INDEXER = "dynamo.router.caches.indexer:Indexer"
 _REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
 _ROUTERS = (
-    "dynamo.router.kv_mode.kv:KvPicker",
+    "dynamo.router.modes.kv:KvPicker",
     "dynamo.runtime.discovery.leases:LeaseTable",
 )
 _SELF_CHECKING = (
     "dynamo.router.queue.prefill:PrefillQueue",
-    "dynamo.router.picker:InflightPicker",
-    "dynamo.router.active_load:ActiveLoad",
+    "dynamo.router.modes.picker:InflightPicker",
+    "dynamo.router.load.active_load:ActiveLoad",
     "dynamo.frontend.apis.responses.store:ResponseStore",
     "dynamo.http.server:HttpServer",
     "dynamo.router.caches.predicted:PredictedCache",

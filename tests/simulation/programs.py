@@ -261,9 +261,9 @@ def _connect_programs() -> None:
     planner.TensorboardLog = NoTensorboard  # type: ignore[attr-defined]
     from dynamo.frontend.requests.engine_request import EngineRequest
     from dynamo.mocker import engine, worker
-    from dynamo.router.active_load import ActiveLoad
     from dynamo.router.caches import indexer
-    from dynamo.router.kv_mode.kv import KvPicker
+    from dynamo.router.load.active_load import ActiveLoad
+    from dynamo.router.modes.kv import KvPicker
     from dynamo.runtime import distributed
     from dynamo.runtime.endpoints import health
     from dynamo.runtime.endpoints.admission import AdmissionQueue
@@ -295,10 +295,10 @@ def _connect_programs() -> None:
 
 def _watch_routers() -> None:
     """Check each choice of a router, and that none of its requests waits without a reason."""
-    from dynamo.router.active_load import ActiveLoad
     from dynamo.router.eligibility.eligibility_filter import BusyWatch
-    from dynamo.router.kv_mode.kv import KvPicker
-    from dynamo.router.picker import InflightPicker
+    from dynamo.router.load.active_load import ActiveLoad
+    from dynamo.router.modes.kv import KvPicker
+    from dynamo.router.modes.picker import InflightPicker
     from dynamo.router.queue.request_queue import RequestQueue
     from dynamo.router.queue.waiting import WaitingQueue
     from dynamo.router.worker_pool import WorkerPool

@@ -14,8 +14,8 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import EndpointRecord, ModelCard, RuntimeConfig
 from dynamo.protocols.kv import PREFILL_QUEUE
-from dynamo.router.discovery.kv_router import make_router
-from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
+from dynamo.router.connect.kv_router import make_router
+from dynamo.router.connect.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage

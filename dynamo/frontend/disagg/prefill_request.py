@@ -17,7 +17,8 @@ from dynamo.protocols.engine import (
     Routing,
     decode_output,
 )
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.picker import Picker
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:

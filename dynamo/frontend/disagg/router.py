@@ -32,7 +32,8 @@ from dynamo.frontend.requests.recent import Prefilled
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.picker import Picker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 from dynamo.router.queue.waiting import priority_of
 from dynamo.runtime import Client

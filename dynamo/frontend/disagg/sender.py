@@ -21,7 +21,8 @@ from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routi
 from dynamo.frontend.requests.dispatch import Dispatch, avoid_while_full
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import Attempt, Decision, Picker
+from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.modes.picker import Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 from dynamo.runtime import Client
 

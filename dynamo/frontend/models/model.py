@@ -25,10 +25,10 @@ from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES
-from dynamo.router.discovery.kv_router import make_router
-from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
+from dynamo.router.connect.kv_router import make_router
+from dynamo.router.connect.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
-from dynamo.router.picker import Picker
+from dynamo.router.modes.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.process.threads import in_daemon_thread
 

@@ -26,7 +26,8 @@ from dynamo.frontend.requests.migration import Migration, Migrations
 from dynamo.observability.logs import counted
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import Attempt, Decision, Picker
+from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.modes.picker import Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client

@@ -32,9 +32,9 @@ from dynamo.protocols.engine import (
     Routing,
     decode_output,
 )
+from dynamo.router.decision.decision import Decision
+from dynamo.router.decision.receipt import DecisionInputs
 from dynamo.router.eligibility.filters import pinned_worker
-from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID

@@ -23,8 +23,8 @@ from dynamo.frontend.requests.headers import request_id
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RecentList, RequestRecord, RouteReceipt
-from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionInputs
+from dynamo.router.decision.decision import Decision
+from dynamo.router.decision.receipt import DecisionInputs
 
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing

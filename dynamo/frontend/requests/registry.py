@@ -29,7 +29,7 @@ from dynamo.frontend.requests.request_metrics import show_in_progress
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 from dynamo.protocols.status import RequestRecord
-from dynamo.router.picker import Decision
+from dynamo.router.decision.decision import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.apis.operator.content import ContentRecording

@@ -36,8 +36,8 @@ from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RouteReceipt
-from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionInputs
+from dynamo.router.decision.decision import Decision
+from dynamo.router.decision.receipt import DecisionInputs
 
 if TYPE_CHECKING:
     from dynamo.frontend.requests.registry import RequestRegistry

@@ -19,7 +19,7 @@ from dynamo.frontend.requests.metrics import (
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
 from dynamo.http import NEVER
 from dynamo.protocols.status import RequestRecord
-from dynamo.router.picker import Decision
+from dynamo.router.decision.decision import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.requests.engine_request import EngineRequest

@@ -19,8 +19,9 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.ui.stream import Columns, columns
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KV_METRICS, KvMetrics
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import Decision, InflightPicker, Picker
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import InflightPicker, Picker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events.channels import Subscription
 

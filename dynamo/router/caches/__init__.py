@@ -1,3 +1,3 @@
-"""The cached blocks of workers: reported by KV events, or predicted from decisions."""
+"""Prompts as block hashes, and the cached blocks of workers: reported or predicted."""
 
 __all__: list[str] = []

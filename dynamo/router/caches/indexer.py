@@ -25,7 +25,7 @@ from dynamo.protocols.kv import (
     KvEventBatch,
     KvQueryAnswer,
 )
-from dynamo.router.metrics import ROUTED, RouterLabels
+from dynamo.router.labels import ROUTED, RouterLabels
 
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""

@@ -14,13 +14,56 @@ from dataclasses import dataclass, field
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.recency import Recency
 from dynamo.config.router import RouterSettings
-from dynamo.observability.metrics import Counter
+from dynamo.observability.metrics import Counter, Registry, counter, gauge
+from dynamo.router.caches.indexer import show_index
+from dynamo.router.labels import COMPONENT, RouterLabels
 
 STEP_BLOCKS = 4096
 """Blocks dropped in one call at most (half a millisecond); the rest follows in later calls."""
 
 _LEASE_BYTES = 250
 """Estimated size of an entry in the table of leases."""
+
+_EXPIRED = counter(
+    "dynamo_component_router_predicted_blocks_expired_total",
+    "Predicted blocks forgotten by age",
+    COMPONENT,
+)
+_PRUNED = counter(
+    "dynamo_component_router_predicted_blocks_pruned_total",
+    "Predicted blocks forgotten because there were too many",
+    COMPONENT,
+)
+_PREDICTED_MEMORY_BYTES = gauge(
+    "dynamo_component_router_predicted_memory_bytes",
+    "Memory of the predictions, beside the prefix index",
+    COMPONENT,
+)
+_CONFIGURED_POLICY = gauge(
+    "dynamo_component_router_approximate_cache_configured_policy",
+    "1 for the policy that forgets predicted blocks",
+    "dynamo_component dynamo_namespace policy worker_id",
+)
+_LRU_EVICTED = counter(
+    "dynamo_component_router_approximate_lru_evicted_blocks_total",
+    "Predicted blocks evicted because their worker is full",
+    COMPONENT,
+)
+_LRU_EVICTIONS = counter(
+    "dynamo_component_router_approximate_lru_eviction_batches_total",
+    "Times that predicted blocks were evicted",
+    COMPONENT,
+)
+_LRU_LEASES = gauge(
+    "dynamo_component_router_approximate_lru_leases",
+    "Running requests whose predicted blocks cannot be evicted",
+    COMPONENT,
+)
+_LRU_FALLBACKS = gauge(
+    "dynamo_component_router_approximate_lru_fallbacks",
+    "Workers' ranks of unknown capacity, whose predicted blocks age instead",
+    COMPONENT,
+)
 
 
 @dataclass
@@ -59,6 +102,24 @@ class PredictedCache:
         self._leases: dict[str, tuple[int, int]] = {}
         self._pruning = False
         self.counts = PredictionCounts()
+
+    def export(self, registry: Registry, place: RouterLabels, policy: str) -> None:
+        """Export the predicted blocks, and count the dropped ones. ``policy`` forgets them."""
+        show_index(registry, place, self._index)
+        here = place.component, place.namespace
+        self.counts = PredictionCounts(
+            *(
+                registry.child(spec, *here, place.router_id)
+                for spec in (_EXPIRED, _PRUNED, _LRU_EVICTED, _LRU_EVICTIONS)
+            )
+        )
+        registry.child(_CONFIGURED_POLICY, *here, policy, place.router_id).value = 1
+        for spec, read in (
+            (_LRU_LEASES, self.leases),
+            (_LRU_FALLBACKS, self.fallbacks),
+            (_PREDICTED_MEMORY_BYTES, self.memory_bytes),
+        ):
+            registry.child(spec, *here, place.router_id).function = read
 
     def add_slot(self, slot: int, capacity_blocks: int | None) -> None:
         """Add a slot; under ``lru`` one of unknown capacity falls back to ``ttl``."""
@@ -175,6 +236,11 @@ class OptimisticCache:
         self._index = RadixTree()
         self._predicted = PredictedCache(self._index, ttl_s, max_blocks, prune_ratio)
         self._depths = array("I")
+
+    def export(self, registry: Registry, place: RouterLabels) -> None:
+        """Export the size."""
+        here = place.component, place.namespace, place.router_id
+        registry.child(_PREDICTED_MEMORY_BYTES, *here).function = self.memory_bytes
 
     def add_slot(self, slot: int) -> None:
         """Add a slot."""

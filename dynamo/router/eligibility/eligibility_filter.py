@@ -23,7 +23,7 @@ from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.filters import eligible, pinned_worker
-from dynamo.router.metrics import COMPONENT, RouterLabels
+from dynamo.router.labels import COMPONENT, RouterLabels
 from dynamo.router.worker_pool import Member, WorkerPool
 
 _BUSY_WORKERS = gauge(

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from dynamo.config.router import RouterSettings
-from dynamo.config.router_policy import PolicyClass, PolicyProfile
+from dynamo.config.router_policy import PolicyProfile
 from dynamo.errors import (
     DynamoError,
     InvalidArgument,
@@ -29,20 +29,21 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.engine import Routing
-from dynamo.router.kv_mode.cost import cached_tokens
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.policy import GuardedClassifier, make_guarded_classifier
-from dynamo.router.kv_mode.policy_types import policy_request
-from dynamo.router.metrics import QueueMetrics, RouterLabels
-from dynamo.router.picker import Attempt, Decision
+from dynamo.router.decision.cost import cached_tokens
+from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.policy import GuardedClassifier, make_guarded_classifier
+from dynamo.router.modes.policy_types import policy_request
 from dynamo.router.queue.classes import (
     Classifier,
     QueueClass,
+    QueueMetrics,
     Turns,
     default_class,
     profile_of,
 )
-from dynamo.router.queue.waiting import QueueEntry, Work, priority_of
+from dynamo.router.queue.waiting import QueueEntry, priority_of
 from dynamo.router.worker_pool import Saturation
 
 TICK_S = 0.1
@@ -53,17 +54,6 @@ _BATCH = 32
 log = logging.getLogger(__name__)
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
-
-
-class _Class(QueueClass["QueuedRequest"]):
-    """A class with its metrics."""
-
-    def __init__(
-        self, config: PolicyClass, limit: int, work: Work | None, metrics: QueueMetrics
-    ) -> None:
-        super().__init__(config, limit, work)
-        self.metrics = metrics
-        metrics.show(self.queue)
 
 
 MakeMetrics = Callable[..., QueueMetrics]
@@ -84,7 +74,7 @@ class QueuedRequest(QueueEntry):
     on_decision: OnDecision
     on_error: OnError
     _queue: RequestQueue
-    in_class: _Class
+    in_class: QueueClass[QueuedRequest]
     refreshed_s: float = field(default=0.0, init=False)
 
     def cancel(self) -> None:
@@ -118,8 +108,8 @@ class RequestQueue:
         self._refresh_s = settings.overlap_refresh_after_s
         configs = [default_class(settings)] if profile is None else profile.policy_classes
         work = picker.active.prefill_seconds if settings.in_seconds else None
-        self._classes = [
-            _Class(config, settings.queue_limit, work, metrics(policy_class=config.name))
+        self._classes: list[QueueClass[QueuedRequest]] = [
+            QueueClass(config, settings.queue_limit, work, metrics(policy_class=config.name))
             for config in configs
         ]
         self._only = self._classes[0] if len(self._classes) == 1 else None
@@ -231,7 +221,7 @@ class RequestQueue:
         routing: Routing | None,
         override: Mapping[str, Any] | None,
         attempt: Attempt | None,
-    ) -> _Class:
+    ) -> QueueClass[QueuedRequest]:
         """Return the class of a request, one of several."""
         classifier = self._classifier
         assert classifier is not None
@@ -251,7 +241,9 @@ class RequestQueue:
             number = classifier.by_family(name, len(tokens) - cached)
         return self._classes[number]
 
-    def _admits(self, in_class: _Class, routing: Routing | None, attempt: Attempt | None) -> bool:
+    def _admits(
+        self, in_class: QueueClass[QueuedRequest], routing: Routing | None, attempt: Attempt | None
+    ) -> bool:
         """Return whether an eligible slot is below the threshold.
 
         Raises as :meth:`EligibilityFilter.slots`.

@@ -19,7 +19,7 @@ from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.router.picker import InflightPicker
+from dynamo.router.modes.picker import InflightPicker
 
 ROOT = Path(__file__).parents[3]
 KV = RouterSettings(mode="kv")

@@ -25,7 +25,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.http.routes import RoutePatterns, Routes
 from dynamo.protocols.codec import plain_decode
 from dynamo.protocols.engine import HttpRequest, HttpResponseHead
-from dynamo.router.picker import Attempt, Decision
+from dynamo.router.decision.decision import Attempt, Decision
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/speech"]
 PATHS += ["/tokenize", "/detokenize"]

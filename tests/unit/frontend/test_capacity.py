@@ -20,9 +20,9 @@ from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import QueueMetrics
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.queue.classes import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 MODES = ["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]

@@ -21,7 +21,7 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import ModelCard, RuntimeConfig
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.modes.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks

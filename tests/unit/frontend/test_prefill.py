@@ -38,8 +38,8 @@ from dynamo.protocols.engine import (
     Routing,
     StopConditions,
 )
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.picker import Picker
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.picker import Picker
 
 B = 16
 PREFILL, SPARE, DECODE = 11, 12, 21

@@ -18,8 +18,8 @@ from dynamo.protocols.codec import tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.explanation import Explanation
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.decision.explanation import Explanation
+from dynamo.router.modes.kv import KvPicker
 
 
 def first_tokens(box: Box) -> list[int]:

@@ -21,7 +21,7 @@ from dynamo.llm.prefix_index import compute_block_hash_for_seq, short_hash
 from dynamo.protocols import codec
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
-from dynamo.router.kv_mode.prompt import HashedPrompt, Hasher
+from dynamo.router.caches.prompt import HashedPrompt, Hasher
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from dynamo.errors import Disconnected, Unavailable
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import QueueMetrics
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.queue.classes import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 

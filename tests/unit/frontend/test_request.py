@@ -48,7 +48,7 @@ from dynamo.protocols.engine import (
     PreprocessedRequest,
     PromptTokensDetails,
 )
-from dynamo.router.picker import Attempt, Decision
+from dynamo.router.decision.decision import Attempt, Decision
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime.process.tasks import Tasks
 

@@ -29,7 +29,7 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput
-from dynamo.router.factory import make_index, make_picker
+from dynamo.router.modes.factory import make_index, make_picker
 from dynamo.runtime.requests import RequestClient, RequestServer, ServerStream
 
 COMMON: dict[str, Any] = {

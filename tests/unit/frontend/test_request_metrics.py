@@ -18,7 +18,7 @@ from dynamo.frontend.requests.request_metrics import RequestMetrics, show_in_pro
 from dynamo.http import NEVER
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
-from dynamo.router.picker import Decision
+from dynamo.router.decision.decision import Decision
 from dynamo.runtime.process.tasks import Tasks
 
 DECISION = Decision(1, 0)

@@ -22,8 +22,8 @@ from dynamo.errors import (
     WorkerLeaving,
 )
 from dynamo.http import NEVER
+from dynamo.router.decision.decision import Attempt, Decision
 from dynamo.router.eligibility.filters import NoneAllowed
-from dynamo.router.picker import Attempt, Decision
 
 UNSENT = [CannotConnect, ConnectTimeout, UnknownEndpoint, WorkerLeaving]
 MAYBE_SENT = [ConnectionTimeout, Disconnected, EngineShutdown]

@@ -18,8 +18,9 @@ from dynamo.frontend.ui.routing import RoutedPool, RoutingFeed
 from dynamo.protocols import codec
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.factory import make_picker
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.factory import make_picker
+from dynamo.router.modes.picker import Picker
 
 
 class Runtime:

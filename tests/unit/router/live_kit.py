@@ -21,8 +21,8 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.router.discovery.kv_router import ConnectedKvRouter, make_router
-from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
+from dynamo.router.connect.kv_router import ConnectedKvRouter, make_router
+from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import InvalidArgument
-from dynamo.router.active_load import ActiveLoad, Reservation
+from dynamo.router.load.active_load import ActiveLoad, Reservation
 
 
 def book(

@@ -18,7 +18,7 @@ from dynamo.router.eligibility.eligibility_filter import (
     Thresholds,
     is_busy,
 )
-from dynamo.router.factory import make_index, make_picker
+from dynamo.router.modes.factory import make_index, make_picker
 from dynamo.router.worker_pool import DenseSlots, Saturation, WorkerPool
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)

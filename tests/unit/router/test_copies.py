@@ -13,9 +13,9 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode import cost as duplicates
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.decision import cost as duplicates
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK = 4
 CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}

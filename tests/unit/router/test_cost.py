@@ -9,14 +9,13 @@ import pytest
 from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
-from dynamo.router.kv_mode.cost import (
+from dynamo.router.caches.prompt import TierCounts, effective_blocks
+from dynamo.router.decision.cost import (
     CostBreakdown,
     Load,
-    TierCounts,
     breakdown,
     cached_tokens,
     cost_params,
-    effective_blocks,
     formula,
     overridden,
 )

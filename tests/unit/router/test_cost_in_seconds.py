@@ -16,13 +16,13 @@ from memory_kit import memory_of
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.factory import make_index, summarize
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
-from dynamo.router.kv_mode.seconds import Seconds
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.receipt import KvInputs
+from dynamo.router.caches.prompt import CachedBlocks, HashedPrompt
+from dynamo.router.decision.receipt import KvInputs
+from dynamo.router.decision.seconds import Seconds
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index, summarize
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
 
 BLOCK = 16
 TOKEN_S = 1e-4
@@ -217,7 +217,7 @@ def test_a_hot_prefix_is_copied_once_its_prompts_have_waited() -> None:
 
 
 def test_prefixes_that_have_waited_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.router.kv_mode.seconds._MAX_PREFIXES", 10)
+    monkeypatch.setattr("dynamo.router.decision.seconds._MAX_PREFIXES", 10)
     cost, slots = Seconds(BLOCK, (0.0, 0.0, 0.0)), array("I", [0, 1])
     cost.slots.set_fit(FIXED_S, TOKEN_S, 0.0)
     for slot in slots:

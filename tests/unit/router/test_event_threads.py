@@ -35,7 +35,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksRemoved, KvEvent, KvEventBatch
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.connect.kv_router import ConnectedKvRouter
 
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",

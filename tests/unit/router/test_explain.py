@@ -15,8 +15,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK = 4
 PROMPT = array("I", range(100, 114))

@@ -27,7 +27,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
-from dynamo.router.discovery.event_feed import RecoveryClient
+from dynamo.router.connect.event_feed import RecoveryClient
 
 
 def column(*values: int) -> bytes:

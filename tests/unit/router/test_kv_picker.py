@@ -19,12 +19,12 @@ from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.replica_loads import AddRequest, LocalRequests, SequenceEvent
-from dynamo.router.replicas import PickerLoadSink
+from dynamo.router.connect.replicas import PickerLoadSink
+from dynamo.router.labels import RouterLabels
+from dynamo.router.load.replica_loads import AddRequest, LocalRequests, SequenceEvent
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
 
 BLOCK = 4
 

@@ -28,10 +28,10 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 from dynamo.router.caches import indexer as indexer_module
-from dynamo.router.discovery import event_feed as recovery_module
-from dynamo.router.discovery import kv_router as upkeep_module
-from dynamo.router.discovery.router import ConnectedRouter, WorkerCards
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.connect import event_feed as recovery_module
+from dynamo.router.connect import kv_router as upkeep_module
+from dynamo.router.connect.router import ConnectedRouter, WorkerCards
+from dynamo.router.modes.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
 from dynamo.runtime.discovery import KeyEvent
 

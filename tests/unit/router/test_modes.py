@@ -13,8 +13,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import MODES, InflightPicker
-from dynamo.router.receipt import InflightInputs
+from dynamo.router.decision.receipt import InflightInputs
+from dynamo.router.modes.picker import MODES, InflightPicker
 
 TOKENS = array("I", [1, 2, 3])
 

@@ -12,8 +12,8 @@ from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.caches.predicted import OptimisticCache
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK = 4
 

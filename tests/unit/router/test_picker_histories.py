@@ -17,10 +17,10 @@ from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import InflightPicker
-from dynamo.router.receipt import InflightInputs
+from dynamo.router.decision.receipt import InflightInputs
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import InflightPicker
 
 BLOCK = 2
 WORKERS = st.integers(1, 4)

@@ -15,8 +15,9 @@ from dynamo.config.router_policy import read_policies
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.kv_mode.policy import SLOW_S, GuardedClassifier, GuardedPolicy, PolicyPicker
-from dynamo.router.kv_mode.policy_types import (
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.policy import SLOW_S, GuardedClassifier, GuardedPolicy, PolicyPicker
+from dynamo.router.modes.policy_types import (
     ClassPolicy,
     PolicyRequest,
     PolicyWorker,
@@ -26,7 +27,6 @@ from dynamo.router.kv_mode.policy_types import (
     make_classifier,
     make_policy,
 )
-from dynamo.router.metrics import RouterLabels
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "routing_policy" / "policy.yaml"
 PROMPT = array("I", range(32))

@@ -16,10 +16,9 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.caches import predicted as predicted_module
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.discovery.kv_router import predictions
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
 
 TTL_S = 10.0
 
@@ -281,7 +280,7 @@ def test_predictions_are_counted() -> None:
     registry, picker = Registry(), make_kv(max_tree_size=2, prune_target_ratio=0.5)
     assert picker.predicted is not None and picker.index is not None
     place = RouterLabels("ns", "backend", "m", "7")
-    predictions(registry, place, picker.index, picker.predicted, "ttl")
+    picker.predicted.export(registry, place, "ttl")
     picker.pick("a", PROMPT)
     page = registry.render().decode()
     here = 'dynamo_component="backend",dynamo_namespace="ns",worker_id="7"'

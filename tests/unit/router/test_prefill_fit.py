@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from dynamo.router.prefill_model import MIN_SAMPLES, BusyInterval, PrefillFit
+from dynamo.router.load.prefill_model import MIN_SAMPLES, BusyInterval, PrefillFit
 
 
 def seconds(tokens: int, cached: int) -> float:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.router.active_load import ActiveLoad, Reservation
-from dynamo.router.prefill_load import PrefillLoad
-from dynamo.router.prefill_model import BusyInterval, StaticModel
+from dynamo.router.load.active_load import ActiveLoad, Reservation
+from dynamo.router.load.prefill_load import PrefillLoad
+from dynamo.router.load.prefill_model import BusyInterval, StaticModel
 
 
 class Model(StaticModel):

@@ -13,8 +13,8 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.prefill_model import PrefillFit, prefill_model
+from dynamo.router.load.prefill_model import PrefillFit, prefill_model
+from dynamo.router.modes.kv import KvPicker
 
 AIC = {"ais_backend": "vllm", "ais_system": "h200_sxm", "ais_model_path": "Qwen/Qwen3-32B"}
 
@@ -101,7 +101,7 @@ def test_estimates_of_aiconfigurator_are_fitted(monkeypatch: pytest.MonkeyPatch)
         asked.append(isl)
         return SimpleNamespace(ttft=10.0 + (isl - prefix) / 5)
 
-    monkeypatch.setattr("dynamo.router.prefill_model._estimator", lambda: estimate)
+    monkeypatch.setattr("dynamo.router.load.prefill_model._estimator", lambda: estimate)
     model = prefill_model(of(prefill_load_model="aic", **{**AIC, "ais_system": "of this test"}))
     count = len(asked)
     assert model is not None and model.predict(4000, 0) == pytest.approx(0.81, rel=0.05)

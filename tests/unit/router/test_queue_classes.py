@@ -13,12 +13,12 @@ from test_request_queue import World
 
 from dynamo.config.router_policy import PolicyClass, PolicyProfile, RouterPolicies
 from dynamo.errors import RouterQueueLimitExceeded
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.policy import GuardedClassifier
-from dynamo.router.kv_mode.policy_types import ClassPolicy, PolicyRequest
-from dynamo.router.metrics import QueueMetrics, RouterLabels
-from dynamo.router.queue.classes import Classifier, QueueClass, Turns, profile_of
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.policy import GuardedClassifier
+from dynamo.router.modes.policy_types import ClassPolicy, PolicyRequest
+from dynamo.router.queue.classes import Classifier, QueueClass, QueueMetrics, Turns, profile_of
 from dynamo.router.queue.request_queue import RequestQueue, make_queue
 from dynamo.router.queue.waiting import Priority, QueueEntry
 

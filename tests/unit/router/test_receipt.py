@@ -16,9 +16,10 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.status import RouteReceipt
-from dynamo.router.factory import make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import MODES, Attempt, Picker
+from dynamo.router.decision.decision import Attempt
+from dynamo.router.modes.factory import make_picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import MODES, Picker
 
 
 def decide(

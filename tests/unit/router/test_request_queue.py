@@ -31,18 +31,19 @@ from dynamo.errors import (
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import QueueMetrics, RouterLabels
-from dynamo.router.picker import Decision
-from dynamo.router.prefill_model import PrefillSpeed
+from dynamo.router.connect.routed import wait_for_decision
+from dynamo.router.decision.decision import Decision
+from dynamo.router.labels import RouterLabels
+from dynamo.router.load.prefill_model import PrefillSpeed
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.queue.classes import QueueMetrics
 from dynamo.router.queue.request_queue import (
     TICK_S,
     QueuedRequest,
     RequestQueue,
     make_queue,
 )
-from dynamo.router.routed import wait_for_decision
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100

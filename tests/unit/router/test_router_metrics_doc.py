@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from metric_specs import AnySpec, declared_in
 
-from dynamo.router import active_load as active
-from dynamo.router import metrics
-from dynamo.router import replicas as sync
-from dynamo.router.caches import indexer
-from dynamo.router.discovery import kv_router
+from dynamo.router.caches import indexer, predicted
+from dynamo.router.connect import kv_router
+from dynamo.router.connect import replicas as sync
 from dynamo.router.eligibility import eligibility_filter as eligibility
+from dynamo.router.load import active_load as active
+from dynamo.router.modes import kv_metrics
+from dynamo.router.queue import classes
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, QUEUE = DOCS / "router-metrics.md", DOCS / "routing/queue.md"
-SPECS = declared_in(metrics, active, indexer, kv_router, eligibility, sync)
+SPECS = declared_in(kv_metrics, classes, active, indexer, predicted, kv_router, eligibility, sync)
 PREFIXES = (
     "dynamo_component_router",
     "dynamo_component",

@@ -18,14 +18,15 @@ from dynamo.llm import KvEventPublisher
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
-from dynamo.router import active_load as active
-from dynamo.router import metrics
-from dynamo.router.caches import indexer
-from dynamo.router.discovery import kv_router
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.caches import indexer, predicted
+from dynamo.router.connect import kv_router
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.decision.explanation import overlap_scores
 from dynamo.router.eligibility import eligibility_filter
-from dynamo.router.explanation import overlap_scores
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.load import active_load as active
+from dynamo.router.modes import kv_metrics
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.queue import classes
 
 
 @pytest_asyncio.fixture
@@ -42,7 +43,9 @@ QUEUE = ("dynamo_frontend_router_queue_", "dynamo_frontend_router_admission_")
 """Metrics of the queue before a router, which these have not."""
 SPECS = {
     spec.name: spec
-    for spec in declared_in(metrics, active, indexer, kv_router, eligibility_filter)
+    for spec in declared_in(
+        kv_metrics, classes, active, indexer, predicted, kv_router, eligibility_filter
+    )
     if not spec.name.startswith(QUEUE)
 }
 PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]

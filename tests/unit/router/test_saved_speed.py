@@ -12,9 +12,9 @@ from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.discovery import kv_router
-from dynamo.router.discovery.router import DIRECTORY, SavedSpeed, speed_file
-from dynamo.router.prefill_model import BusyInterval, PrefillFit, PrefillSpeed
+from dynamo.router.connect import kv_router
+from dynamo.router.connect.router import DIRECTORY, SavedSpeed, speed_file
+from dynamo.router.load.prefill_model import BusyInterval, PrefillFit, PrefillSpeed
 
 SPEED = PrefillSpeed(fixed_s=0.5, token_s=1e-3, attention_s=1e-9, samples=64)
 

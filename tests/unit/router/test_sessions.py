@@ -14,9 +14,9 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import Sessions, export_eligibility
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.picker import Picker
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.picker import Picker
 
 TOKENS = array("I", range(40))
 MODES = ["round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted", "kv"]

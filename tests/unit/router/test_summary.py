@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.config.router import RouterSettings
-from dynamo.router.factory import ineffective_settings, summarize
+from dynamo.router.modes.factory import ineffective_settings, summarize
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from until import until
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import Unavailable
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router import replicas as sync
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.replica_loads import ACTIVE_SEQUENCES
-from dynamo.router.replicas import ReplicaSync
+from dynamo.router.connect import replicas as sync
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.replicas import ReplicaSync
+from dynamo.router.load.replica_loads import ACTIVE_SEQUENCES
+from dynamo.router.modes.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events.channels import Publishers
 

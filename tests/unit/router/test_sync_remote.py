@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router import replica_loads as sync_local
-from dynamo.router import replica_loads as sync_remote
-from dynamo.router.active_load import Reservation
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.prompt import HashedPrompt
-from dynamo.router.replica_loads import (
+from dynamo.router.caches.prompt import HashedPrompt
+from dynamo.router.connect.replicas import PickerLoadSink, decode_message
+from dynamo.router.load import replica_loads as sync_local
+from dynamo.router.load import replica_loads as sync_remote
+from dynamo.router.load.active_load import Reservation
+from dynamo.router.load.replica_loads import (
     AddRequest,
     LocalRequests,
     RemoteReplicas,
@@ -26,7 +25,8 @@ from dynamo.router.replica_loads import (
     SequenceEvent,
     SequenceMessage,
 )
-from dynamo.router.replicas import PickerLoadSink, decode_message
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 

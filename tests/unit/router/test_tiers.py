@@ -15,12 +15,12 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.explanation import overlap_scores, potential_loads
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.decision.explanation import overlap_scores, potential_loads
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.factory import make_index
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
 
 BLOCK = 4
 PROMPT = array("I", range(100, 126))  # 26 tokens, six full blocks

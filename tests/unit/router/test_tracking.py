@@ -13,8 +13,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.explanation import potential_loads
-from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.decision.explanation import potential_loads
+from dynamo.router.modes.kv import KvPicker
 
 BLOCK = 4
 PROMPT = array("I", range(14))

@@ -40,7 +40,7 @@ from dynamo.http.routes import Route, Routes
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import GenerationRequest, NvExt
-from dynamo.router.picker import Decision
+from dynamo.router.decision.decision import Decision
 from dynamo.runtime.process.tasks import Tasks
 
 log = logging.getLogger(__name__)

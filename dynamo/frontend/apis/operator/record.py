@@ -42,7 +42,7 @@ from dynamo.protocols.status import (
     RecordedRequest,
     RecordingCount,
 )
-from dynamo.router.kv_mode.prompt import Hasher
+from dynamo.router.caches.prompt import Hasher
 from dynamo.runtime.process.tasks import Tasks
 
 _PATH = "/v1/record"

@@ -29,8 +29,8 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.explanation import Explanation
-from dynamo.router.picker import Picker
+from dynamo.router.decision.explanation import Explanation
+from dynamo.router.modes.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
 
 _NO_SLOT = "no free slot"

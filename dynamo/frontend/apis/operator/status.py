@@ -29,8 +29,8 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import FrontendStatus, ModelFigures, WorkerFigures
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import Picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.picker import Picker
 from dynamo.router.worker_pool import Member
 
 _REQUESTS = 20

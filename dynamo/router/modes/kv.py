@@ -21,17 +21,13 @@ from dynamo.observability.metrics import Counter
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.active_load import ActiveLoad, DecisionMetrics, Reservation
 from dynamo.router.caches.predicted import (
     PredictedCache,
     make_optimistic_cache,
     make_predicted_cache,
 )
-from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints, constraints_of
-from dynamo.router.explanation import Explanation, Weighed, explanation, log_decision
-from dynamo.router.explanation import log as decision_log
-from dynamo.router.kv_mode.cost import (
+from dynamo.router.caches.prompt import CachedBlocks, HashedPrompt, Hasher
+from dynamo.router.decision.cost import (
     CopyOffer,
     CopyPolicy,
     CostParams,
@@ -40,18 +36,23 @@ from dynamo.router.kv_mode.cost import (
     cost_params,
     overridden,
 )
-from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt, Hasher
-from dynamo.router.kv_mode.seconds import Seconds
-from dynamo.router.picker import Attempt, Decision
-from dynamo.router.prefill_model import prefill_model
-from dynamo.router.receipt import (
+from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.decision.explanation import Explanation, Weighed, explanation, log_decision
+from dynamo.router.decision.explanation import log as decision_log
+from dynamo.router.decision.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
     DecisionInputs,
     DecisionTotals,
     KvInputs,
 )
-from dynamo.router.replica_loads import LocalRequests
+from dynamo.router.decision.seconds import Seconds
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
+from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints, constraints_of
+from dynamo.router.load.active_load import ActiveLoad, Reservation
+from dynamo.router.load.prefill_model import prefill_model
+from dynamo.router.load.replica_loads import LocalRequests
+from dynamo.router.modes.kv_metrics import DecisionMetrics
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 
@@ -134,7 +135,7 @@ class KvPicker:
         override: Mapping[str, Any] | None = None,
         attempt: Attempt | None = None,
     ) -> Decision:
-        """See :meth:`dynamo.router.picker.Picker.pick`."""
+        """See :meth:`dynamo.router.modes.picker.Picker.pick`."""
         now_s = self._clock()
         params = overridden(self._params, override) if override else self._params
         limited = routing if attempt is None else attempt.limit(routing)
@@ -215,7 +216,7 @@ class KvPicker:
         override: Mapping[str, Any] | None = None,
         queued: Sized = (),
     ) -> Explanation:
-        """See :meth:`dynamo.router.picker.Picker.explain`."""
+        """See :meth:`dynamo.router.modes.picker.Picker.explain`."""
         weighed = self.weigh(tokens, routing, override)
         found = explanation(weighed, self.worker_pool, self.active, routing, len(queued))
         if self._seconds is not None:

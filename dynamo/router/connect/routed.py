@@ -15,10 +15,10 @@ from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import Cancelled, DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.discovery.router import RoutedWorkers
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import Decision
+from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.router import RoutedWorkers
+from dynamo.router.decision.decision import Decision
+from dynamo.router.modes.kv import KvPicker
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import Client, Context, DistributedRuntime
 
@@ -197,7 +197,7 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.routed.wait_for_decision`."""
+        :func:`dynamo.router.connect.routed.wait_for_decision`."""
         queue = self.queue
         if queue is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)

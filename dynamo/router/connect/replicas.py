@@ -16,10 +16,9 @@ import msgspec
 
 from dynamo.observability.metrics import counter, gauge
 from dynamo.protocols import codec
-from dynamo.router.active_load import Reservation
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import COMPONENT, RouterLabels
-from dynamo.router.replica_loads import (
+from dynamo.router.labels import COMPONENT, RouterLabels
+from dynamo.router.load.active_load import Reservation
+from dynamo.router.load.replica_loads import (
     ACTIVE_SEQUENCES,
     AddRequest,
     LocalRequests,
@@ -28,6 +27,7 @@ from dynamo.router.replica_loads import (
     SequenceMessage,
     SequenceQuery,
 )
+from dynamo.router.modes.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
@@ -200,14 +200,13 @@ class ReplicaSync:
 
 
 class PickerLoadSink:
-    """Books the load of other replicas at the picker, under keys that no local request has."""
+    """The :class:`LoadSink` of a picker."""
 
     def __init__(self, picker: KvPicker) -> None:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
-        """Add the request to the load of its worker, unless the worker is unknown or the request
-        is booked already."""
+        """See :class:`LoadSink`."""
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
@@ -228,13 +227,13 @@ class PickerLoadSink:
         picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
-        """Remove the request's prompt from the prefill load."""
+        """See :class:`LoadSink`."""
         reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation is not None:
             self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
-        """Remove the request from the load."""
+        """See :class:`LoadSink`."""
         picker = self._picker
         reservation = picker.active.free(key)
         if picker.predicted is not None:

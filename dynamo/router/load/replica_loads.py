@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
-from dynamo.router.active_load import Reservation
-from dynamo.router.kv_mode.prompt import HashedPrompt
-
-if TYPE_CHECKING:
-    from dynamo.router.replicas import PickerLoadSink
+from dynamo.router.caches.prompt import HashedPrompt
+from dynamo.router.load.active_load import Reservation
 
 MAX_BATCH_BYTES = 262_144
 """Approximate size limit of one message: an event plane may reject 1 MiB."""
@@ -106,6 +103,20 @@ class _Replica:
     requests: dict[str, SequenceEvent] = field(default_factory=dict)
 
 
+class LoadSink(Protocol):
+    """Books requests of other routers, each under a ``key`` that no local request has."""
+
+    def book(self, key: str, event: SequenceEvent) -> None:
+        """Add the request to the load of its worker, unless the worker is unknown or the request
+        is booked already."""
+
+    def prefill_completed(self, key: str) -> None:
+        """Remove the request's prompt from the prefill load."""
+
+    def free(self, key: str) -> None:
+        """Remove the request from the load."""
+
+
 class RemoteReplicas:
     """Keeps ``sink`` up to date with the requests of other routers.
 
@@ -113,7 +124,7 @@ class RemoteReplicas:
     each of its messages until its snapshot begins. ``publishers`` are the live processes.
     """
 
-    def __init__(self, sink: PickerLoadSink, request_snapshot: Callable[[int], None]) -> None:
+    def __init__(self, sink: LoadSink, request_snapshot: Callable[[int], None]) -> None:
         self._sink = sink
         self._request_snapshot = request_snapshot
         self.publishers: set[int] = set()

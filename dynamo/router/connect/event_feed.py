@@ -14,7 +14,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEvent, KvEventBatch, KvQuery, KvQueryAnswer
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.labels import RouterLabels
 from dynamo.router.worker_pool import Member
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.events.channels import ZMQ, Subscription

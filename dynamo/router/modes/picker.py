@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
@@ -22,49 +20,18 @@ from dynamo.observability.metrics import Counter
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import constraints_of, pinned_worker
-from dynamo.router.explanation import Explanation
-from dynamo.router.receipt import (
+from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.decision.explanation import Explanation
+from dynamo.router.decision.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
     DecisionInputs,
     DecisionTotals,
     InflightInputs,
 )
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
+from dynamo.router.eligibility.filters import constraints_of, pinned_worker
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
-
-
-class Decision(msgspec.Struct, gc=False, frozen=True):
-    """The chosen rank. It has ``overlap_blocks`` of the ``prompt_blocks`` full blocks cached.
-
-    ``inputs`` is what was weighed, for a receipt; None of a decision that books nothing.
-    """
-
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int = 0
-    prompt_blocks: int = 0
-    inputs: DecisionInputs | None = None
-
-
-class Attempt(NamedTuple):
-    """What one attempt to place a request adds to the constraints of its client.
-
-    It may go only to the workers that ``among`` returns when it is placed, which may be long after
-    it was queued (None: to any); others ``failed`` with it before. Its receipt is ``wanted``: of
-    pools above 64 ranks it has the cheapest, not the chosen one alone.
-    """
-
-    among: Callable[[], Collection[int]] | None = None
-    failed: Collection[int] = ()
-    wanted: bool = False
-
-    def limit(self, routing: Routing | None) -> Routing | None:
-        """Return ``routing`` with ``among`` as its allow-list."""
-        if self.among is None:
-            return routing
-        return msgspec.structs.replace(routing or Routing(), allowed_worker_ids=list(self.among()))
 
 
 class Picker(Protocol):
@@ -169,7 +136,7 @@ class InflightPicker:
         override: Mapping[str, Any] | None = None,
         attempt: Attempt | None = None,
     ) -> Decision:
-        """See :meth:`dynamo.router.picker.Picker.pick`; ``tokens`` and ``override`` are ignored."""
+        """See :meth:`Picker.pick`; ``tokens`` and ``override`` are ignored."""
         if self._direct and (routing is None or pinned_worker(routing) is None):
             raise InvalidArgument(
                 "router mode direct: the request must name its worker, in "

@@ -18,7 +18,6 @@ from dynamo._fast.scoring import Weights
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import MmObject, Routing
 from dynamo.router.caches.predicted import OptimisticCache
-from dynamo.router.kv_mode.cost import TierCounts, effective_blocks
 
 _NO_HASHES = array("Q")
 HOST, DISK, EXTERNAL = 1, 2, 3
@@ -91,6 +90,25 @@ class Hasher(NamedTuple):
         return HashedPrompt(
             isl_tokens, blocks, hashes, chained, shared, unique_blocks, begun_s, hashed_s, clock()
         )
+
+
+class TierCounts(NamedTuple):
+    """The blocks of a prompt that one rank can use. ``device`` counts from the start of the prompt,
+    ``host`` continues behind it, and ``disk`` behind both; ``shared`` are all shared blocks that
+    the device does not have, at any position."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+
+
+def effective_blocks(weights: Weights, tiers: TierCounts) -> float:
+    """Blocks that need not be computed; those below the device count by the weight of their tier.
+
+    A block in host memory or on disk must first be loaded, which costs part of computing it.
+    """
+    return tiers.device + weights.host * tiers.host + weights.disk * tiers.disk
 
 
 class CachedBlocks:

@@ -19,13 +19,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
 from dynamo._fast.scoring import highest
 from dynamo._fast.seconds import SecondsCost
-
-if TYPE_CHECKING:
-    from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
+from dynamo.router.caches.prompt import CachedBlocks, HashedPrompt
 
 TERMS = 4
 """Of each candidate."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,9 +22,9 @@ from dynamo.protocols.control import (
 )
 from dynamo.protocols.kv import KV_METRICS, KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds, export_eligibility
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.picker import Picker
-from dynamo.router.prefill_model import MIN_SAMPLES, PrefillSpeed
+from dynamo.router.labels import RouterLabels
+from dynamo.router.load.prefill_model import MIN_SAMPLES, PrefillSpeed
+from dynamo.router.modes.picker import Picker
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
@@ -96,14 +96,6 @@ class WorkerCards:
             self._on_change(card.instance_id)
 
 
-class InstanceSource(Protocol):
-    """Reports instances that are added and removed: a :class:`Client`, or a filter on one."""
-
-    def on_change(self, callback: OnInstances) -> None:
-        """Call ``callback`` for the instances known now and for every change."""
-        ...
-
-
 class RoutedWorkers(NamedTuple):
     """The workers that a router routes to. ``phase`` labels their requests in the metrics."""
 
@@ -140,7 +132,7 @@ class ConnectedRouter:
         self,
         runtime: DistributedRuntime,
         workers: RoutedWorkers,
-        client: InstanceSource,
+        client: Client | AdmittedWorkers,
         picker: Picker,
     ) -> None:
         self.workers = workers

@@ -15,17 +15,10 @@ from typing import Any, Self, TypeAlias
 import msgspec
 
 from dynamo.protocols.status import RouteCandidate, RouteReceipt
+from dynamo.router.caches.prompt import TierCounts, effective_blocks
+from dynamo.router.decision.cost import CostBreakdown, CostParams, Load, breakdown, duplicate_price
+from dynamo.router.decision.seconds import TERMS
 from dynamo.router.eligibility.filters import Constraints
-from dynamo.router.kv_mode.cost import (
-    CostBreakdown,
-    CostParams,
-    Load,
-    TierCounts,
-    breakdown,
-    duplicate_price,
-    effective_blocks,
-)
-from dynamo.router.kv_mode.seconds import TERMS
 
 MAX_CANDIDATES = 64
 """Candidates of a receipt. The inputs of larger pools are kept for the chosen one alone, or for

@@ -23,11 +23,14 @@ from dynamo.errors import Unavailable, text_of
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.active_load import DecisionMetrics
+from dynamo.router.caches.prompt import HashedPrompt
+from dynamo.router.decision.cost import CopyOffer, CostParams
+from dynamo.router.decision.receipt import KvInputs
 from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints
-from dynamo.router.kv_mode.cost import CopyOffer, CostParams
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.policy_types import (
+from dynamo.router.labels import RouterLabels
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
+from dynamo.router.modes.policy_types import (
     ClassPolicy,
     PolicyChoice,
     PolicyRequest,
@@ -37,9 +40,6 @@ from dynamo.router.kv_mode.policy_types import (
     make_policy,
     policy_request,
 )
-from dynamo.router.kv_mode.prompt import HashedPrompt
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.receipt import KvInputs
 
 SLOW_S = 0.001
 """What a policy may take for a decision."""

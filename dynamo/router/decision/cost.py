@@ -17,14 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dynamo._fast.scoring import Weights
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
+from dynamo.router.caches.prompt import CachedBlocks, HashedPrompt, TierCounts
 
 _LARGEST = 1e12
 """Above this a cost could become infinite, and infinite costs cannot be compared."""
@@ -53,7 +51,7 @@ _MAX_COPIES_IN_PROGRESS = 64
 class CostParams:
     """The parameters of one decision. ``request_weight`` is in blocks for each running request.
 
-    ``in_seconds``: the cost is that of :mod:`dynamo.router.kv_mode.seconds`, which has no weights.
+    ``in_seconds``: the cost is that of :mod:`dynamo.router.decision.seconds`, which has no weights.
     """
 
     weights: Weights
@@ -132,17 +130,6 @@ def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
     )
 
 
-class TierCounts(NamedTuple):
-    """The blocks of a prompt that one rank can use. ``device`` counts from the start of the prompt,
-    ``host`` continues behind it, and ``disk`` behind both; ``shared`` are all shared blocks that
-    the device does not have, at any position."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
-    shared: int = 0
-
-
 class Load(NamedTuple):
     """The load of one rank. ``excess_tokens`` of its active prefill exceed that of the least loaded
     candidate; ``decode_blocks`` includes the prompt."""
@@ -186,14 +173,6 @@ def breakdown(params: CostParams, isl_tokens: int, tiers: TierCounts, load: Load
         load.decode_blocks,
         params.request_weight * load.requests,
     )
-
-
-def effective_blocks(weights: Weights, tiers: TierCounts) -> float:
-    """Blocks that need not be computed; those below the device count by the weight of their tier.
-
-    A block in host memory or on disk must first be loaded, which costs part of computing it.
-    """
-    return tiers.device + weights.host * tiers.host + weights.disk * tiers.disk
 
 
 def cached_tokens(weights: Weights, blocks: float) -> int:

@@ -6,33 +6,28 @@ import asyncio
 import logging
 import time
 
-from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.observability.logs import counted
-from dynamo.observability.metrics import Gauge, Registry, counter, gauge
-from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.caches.indexer import Indexer, show_index
-from dynamo.router.caches.predicted import (
-    STEP_BLOCKS,
-    OptimisticCache,
-    PredictedCache,
-    PredictionCounts,
-)
-from dynamo.router.discovery.event_feed import EventFeed
-from dynamo.router.discovery.router import (
+from dynamo.observability.metrics import Gauge, Registry, gauge
+from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.predicted import STEP_BLOCKS, PredictedCache
+from dynamo.router.connect.event_feed import EventFeed
+from dynamo.router.connect.replicas import ReplicaSync
+from dynamo.router.connect.router import (
+    AdmittedWorkers,
     ConnectedRouter,
-    InstanceSource,
     RoutedWorkers,
     SpeedFile,
     speed_file,
 )
-from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.kv_mode.policy import make_kv_picker
-from dynamo.router.metrics import COMPONENT, RouterLabels, WorkerMetrics
+from dynamo.router.labels import RouterLabels
+from dynamo.router.load.active_load import WorkerMetrics
+from dynamo.router.modes.factory import make_index, make_picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
+from dynamo.router.modes.policy import make_kv_picker
 from dynamo.router.queue.request_queue import make_queue
-from dynamo.router.replicas import ReplicaSync
-from dynamo.runtime import DistributedRuntime
+from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -46,47 +41,6 @@ _MISMATCHED_WORKERS = gauge(
     "Workers that serve prompts without KV events, or whose blocks are of another size",
     "dynamo_component dynamo_namespace model"
     " target_component target_endpoint target_namespace worker_id worker_type",
-)
-# Predicted caches, where KV events are not followed.
-_EXPIRED = counter(
-    "dynamo_component_router_predicted_blocks_expired_total",
-    "Predicted blocks forgotten by age",
-    COMPONENT,
-)
-_PRUNED = counter(
-    "dynamo_component_router_predicted_blocks_pruned_total",
-    "Predicted blocks forgotten because there were too many",
-    COMPONENT,
-)
-_PREDICTED_MEMORY_BYTES = gauge(
-    "dynamo_component_router_predicted_memory_bytes",
-    "Memory of the predictions, beside the prefix index",
-    COMPONENT,
-)
-_CONFIGURED_POLICY = gauge(
-    "dynamo_component_router_approximate_cache_configured_policy",
-    "1 for the policy that forgets predicted blocks",
-    "dynamo_component dynamo_namespace policy worker_id",
-)
-_LRU_EVICTED = counter(
-    "dynamo_component_router_approximate_lru_evicted_blocks_total",
-    "Predicted blocks evicted because their worker is full",
-    COMPONENT,
-)
-_LRU_EVICTIONS = counter(
-    "dynamo_component_router_approximate_lru_eviction_batches_total",
-    "Times that predicted blocks were evicted",
-    COMPONENT,
-)
-_LRU_LEASES = gauge(
-    "dynamo_component_router_approximate_lru_leases",
-    "Running requests whose predicted blocks cannot be evicted",
-    COMPONENT,
-)
-_LRU_FALLBACKS = gauge(
-    "dynamo_component_router_approximate_lru_fallbacks",
-    "Workers' ranks of unknown capacity, whose predicted blocks age instead",
-    COMPONENT,
 )
 
 
@@ -203,7 +157,7 @@ class ConnectedKvRouter(ConnectedRouter):
         runtime: DistributedRuntime,
         workers: RoutedWorkers,
         settings: RouterSettings,
-        client: InstanceSource,
+        client: Client | AdmittedWorkers,
     ) -> None:
         registry, labels = runtime.metrics, workers.labels(runtime.instance_id)
         index = make_index(settings)
@@ -272,10 +226,10 @@ class ConnectedKvRouter(ConnectedRouter):
 
     def _export_predictions(self) -> None:
         registry, labels, picker = self._runtime.metrics, self._labels, self.picker
-        if picker.index is not None and picker.predicted is not None:
-            predictions(registry, labels, picker.index, picker.predicted, self._policy)
+        if picker.predicted is not None:
+            picker.predicted.export(registry, labels, self._policy)
         if picker.optimistic is not None:
-            show_optimistic_cache(registry, labels, picker.optimistic)
+            picker.optimistic.export(registry, labels)
 
     def _add(self, worker_id: int) -> None:
         self.maintenance.forget(worker_id)
@@ -324,7 +278,7 @@ def make_router(
     runtime: DistributedRuntime,
     workers: RoutedWorkers,
     settings: RouterSettings,
-    client: InstanceSource,
+    client: Client | AdmittedWorkers,
 ) -> ConnectedRouter:
     """Return the router of ``settings.mode``, not started yet."""
     if settings.mode == "kv":
@@ -333,35 +287,6 @@ def make_router(
         log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
     picker = make_picker(settings, workers.block_size)
     return ConnectedRouter(runtime, workers, client, picker)
-
-
-def predictions(
-    registry: Registry, place: RouterLabels, index: RadixTree, cache: PredictedCache, policy: str
-) -> None:
-    """Export the predicted blocks, and count the dropped ones."""
-    show_index(registry, place, index)
-    here = place.component, place.namespace
-    cache.counts = PredictionCounts(
-        *(
-            registry.child(spec, *here, place.router_id)
-            for spec in (_EXPIRED, _PRUNED, _LRU_EVICTED, _LRU_EVICTIONS)
-        )
-    )
-    registry.child(_CONFIGURED_POLICY, *here, policy, place.router_id).value = 1
-    for spec, read in (
-        (_LRU_LEASES, cache.leases),
-        (_LRU_FALLBACKS, cache.fallbacks),
-        (_PREDICTED_MEMORY_BYTES, cache.memory_bytes),
-    ):
-        registry.child(spec, *here, place.router_id).function = read
-
-
-def show_optimistic_cache(
-    registry: Registry, place: RouterLabels, optimistic: OptimisticCache
-) -> None:
-    """Export the size of the optimistic cache."""
-    here = place.component, place.namespace, place.router_id
-    registry.child(_PREDICTED_MEMORY_BYTES, *here).function = optimistic.memory_bytes
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:

@@ -6,9 +6,9 @@ from random import Random
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
-from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import InflightPicker, Picker
+from dynamo.router.modes.kv import KvPicker
+from dynamo.router.modes.kv_metrics import DecisionMetrics
+from dynamo.router.modes.picker import InflightPicker, Picker
 
 _KV_ONLY = (
     ("--router-replica-sync", "replica_sync"),

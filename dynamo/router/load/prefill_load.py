@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dynamo._fast.prefill_queue import PrefillQueues
 from dynamo._fast.seconds import SecondsCost
-from dynamo.router.prefill_model import BusyInterval, PrefillFit, PrefillModel, PrefillSpeed
+from dynamo.router.load.prefill_model import BusyInterval, PrefillFit, PrefillModel, PrefillSpeed
 
 _INTERVAL_PREFILLS = 8
 

@@ -13,11 +13,11 @@ import msgspec
 
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import Routing
-from dynamo.router.active_load import ActiveLoad
+from dynamo.router.decision.cost import cached_tokens, formula
+from dynamo.router.decision.receipt import KvInputs
 from dynamo.router.eligibility.filters import constraints_of
-from dynamo.router.kv_mode.cost import cached_tokens, formula
-from dynamo.router.prefill_model import PrefillSpeed
-from dynamo.router.receipt import KvInputs
+from dynamo.router.load.active_load import ActiveLoad
+from dynamo.router.load.prefill_model import PrefillSpeed
 from dynamo.router.worker_pool import WorkerPool
 
 log = logging.getLogger("dynamo.router.explanations.decision_log")

@@ -1,0 +1,3 @@
+"""What a decision weighs, and how it is explained."""
+
+__all__: list[str] = []

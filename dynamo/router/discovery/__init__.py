@@ -1,3 +1,0 @@
-"""Connect a router to the workers that discovery reports."""
-
-__all__: list[str] = []
