@@ -19,7 +19,7 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.mocker.engine import EngineRank
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.router.worker_pool import Saturation
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 
 __all__ = ["main"]
 

@@ -28,8 +28,6 @@ from hub_server import answering
 from dynamo.attach.profiles import LoadNames, prometheus_load
 from dynamo.doctor.alert_watch import parse_counts
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.frontend.apis.operator.content import response_body
-from dynamo.frontend.apis.operator.redaction import cleaned_answer, cleaned_body
 from dynamo.frontend.formats.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -37,6 +35,8 @@ from dynamo.frontend.formats.formats import (
 )
 from dynamo.frontend.formats.message import AnswerMessage, CallProbe
 from dynamo.frontend.formats.reasoning import ReasoningParser
+from dynamo.frontend.requests.content import response_body
+from dynamo.frontend.requests.redaction import cleaned_answer, cleaned_body
 from dynamo.llm.model_download import HubModel
 from dynamo.operations.pull import find_on_hub
 from dynamo.serve.graph.graph import MAX_TEXT_BYTES, parse_yaml

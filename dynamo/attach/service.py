@@ -13,8 +13,8 @@ from dynamo.http.client import Target
 from dynamo.http.routes import RoutePatterns, is_multipart
 from dynamo.protocols import codec
 from dynamo.protocols.engine import DP_RANK, HttpRequest, HttpResponseHead
-from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 

@@ -31,7 +31,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.worker.engine_control import ProcessWatch
 from dynamo.worker.lifecycle import WorkerLifecycle
 from dynamo.worker.publish import LoadSender, connect_load

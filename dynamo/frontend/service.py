@@ -61,7 +61,7 @@ from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.modes.factory import ineffective_settings, summarize
 from dynamo.router.modes.policy_types import check_policies
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.distributed import REGISTER_AGAIN_S
+from dynamo.runtime.distributed.runtime import REGISTER_AGAIN_S
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.sockets import bracketed

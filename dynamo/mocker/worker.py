@@ -39,7 +39,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.engine_control import EngineControl, health_check_payload
 from dynamo.worker.publish import (

@@ -40,7 +40,7 @@ from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, OnDemand
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
-from dynamo.runtime.distributed import import_extra
+from dynamo.runtime.distributed.runtime import import_extra
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import private_dir, run_dir, state_path
 from dynamo.serve.state.events import BoxEventLog

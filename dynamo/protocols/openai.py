@@ -12,6 +12,9 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+EMBEDDINGS_PATH = "/v1/embeddings"
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512

@@ -28,7 +28,7 @@ from dynamo.router.decision.explanation import overlap_scores
 from dynamo.router.modes.factory import ineffective_settings, summarize
 from dynamo.router.modes.policy_types import check_policies
 from dynamo.runtime import Context, DistributedRuntime
-from dynamo.runtime.endpoints.component import parse_endpoint
+from dynamo.runtime.distributed.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
 
 log = logging.getLogger("dynamo.router")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.errors import InvalidRequest
-    from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.distributed.component import Component, Endpoint, Namespace
+    from dynamo.runtime.distributed.runtime import DistributedRuntime
     from dynamo.runtime.endpoints.client import Client
-    from dynamo.runtime.endpoints.component import Component, Endpoint, Namespace
     from dynamo.runtime.endpoints.responses import UnaryClient, serve_unary_endpoint
     from dynamo.runtime.requests import Annotated
     from dynamo.runtime.requests.context import Context
@@ -36,12 +36,12 @@ __all__ = [
 _MODULES = {
     "Annotated": "requests.generator",
     "Client": "endpoints.client",
-    "Component": "endpoints.component",
+    "Component": "distributed.component",
     "Context": "requests.context",
-    "DistributedRuntime": "distributed",
-    "Endpoint": "endpoints.component",
+    "DistributedRuntime": "distributed.runtime",
+    "Endpoint": "distributed.component",
     "InvalidRequest": "endpoints.responses",
-    "Namespace": "endpoints.component",
+    "Namespace": "distributed.component",
     "UnaryClient": "endpoints.responses",
     "dynamo_endpoint": "worker_main",
     "dynamo_worker": "worker_main",

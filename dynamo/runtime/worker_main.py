@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from dynamo.errors import ConfigError, ModelUnreachable
-from dynamo.runtime.distributed import DistributedRuntime, warn_enable_nats
+from dynamo.runtime.distributed.runtime import DistributedRuntime, warn_enable_nats
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.stop_order import is_supervised, wait_for_frontends

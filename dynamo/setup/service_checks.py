@@ -312,7 +312,7 @@ def check_router(settings: RouterSettings) -> None:
 
 def check_router_process(settings: RouterProcessSettings) -> None:
     """Check the endpoint of the workers. Raises ConfigError."""
-    from dynamo.runtime.endpoints.component import parse_endpoint
+    from dynamo.runtime.distributed.component import parse_endpoint
 
     if settings.endpoint is None:
         raise ConfigError("endpoint is missing; give that of the workers: dynamo.backend.generate")
@@ -321,7 +321,7 @@ def check_router_process(settings: RouterProcessSettings) -> None:
 
 def _check_worker(service: Service, worker: EndpointSettings, env: Mapping[str, str]) -> None:
     if worker.endpoint is not None:
-        from dynamo.runtime.endpoints.component import parse_endpoint
+        from dynamo.runtime.distributed.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
     if isinstance(worker, WorkerSettings):

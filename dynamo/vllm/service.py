@@ -11,8 +11,8 @@ from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, token_item, usage
-from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine, EngineStep, OutputSink

@@ -22,7 +22,6 @@ from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.control import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
 from dynamo.runtime.process.sockets import (
     StaleSockets,
@@ -31,6 +30,7 @@ from dynamo.runtime.process.sockets import (
 )
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import in_daemon_thread
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine

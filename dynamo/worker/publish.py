@@ -32,7 +32,7 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.runtime.endpoints.component import Endpoint
+from dynamo.runtime.distributed.component import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 
 REPEAT_S = 1.0

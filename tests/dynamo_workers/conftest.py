@@ -52,8 +52,12 @@ async def serve(make_runtime: MakeRuntime) -> AsyncIterator[Serve]:
     """Serve a handler and return a client of its endpoint, both in one runtime."""
     tasks: list[asyncio.Future[None]] = []
 
-    async def start(handler: Any, path: str = "ns.backend.generate") -> Client:
-        endpoint = make_runtime().endpoint(path)
+    async def start(
+        handler: Any,
+        path: str = "ns.backend.generate",
+        runtime: DistributedRuntime | None = None,
+    ) -> Client:
+        endpoint = (runtime or make_runtime()).endpoint(path)
         tasks.append(asyncio.ensure_future(endpoint.serve_endpoint(handler)))
         client = await endpoint.client()
         async with asyncio.timeout(20):

@@ -21,8 +21,9 @@ from dynamo.llm.exceptions import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.runtime import Client, Context
+from dynamo.runtime import Client, Context, DistributedRuntime
 
+MakeRuntime = Callable[[], DistributedRuntime]
 Serve = Callable[..., Awaitable[Client]]
 
 
@@ -174,7 +175,9 @@ async def test_a_handler_that_stops_itself_leaves_an_incomplete_stream(serve: Se
     assert received == [0, 1] and states == [(True, False)]
 
 
-async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(serve: Serve) -> None:
+async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(
+    serve: Serve, make_runtime: MakeRuntime
+) -> None:
     down = [EngineShutdown("down")]
 
     async def fail_once(request: Any) -> AsyncIterator[str]:
@@ -182,7 +185,8 @@ async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(serve:
             raise down.pop()
         yield "well"
 
-    client = await serve(fail_once)
+    runtime = make_runtime()
+    client = await serve(fail_once, runtime=runtime)
     gone, back = asyncio.Event(), asyncio.Event()
     client.on_change(lambda added, removed: (gone if removed else back).set())
     back.clear()
@@ -191,8 +195,7 @@ async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(serve:
     async with asyncio.timeout(20):
         await gone.wait()
     assert client.instance_ids() == []
-    endpoint = client._runtime.endpoint("ns.backend.generate")
-    await endpoint.register_endpoint_instance()
+    await runtime.endpoint("ns.backend.generate").register_endpoint_instance()
     async with asyncio.timeout(20):
         await back.wait()
     assert await collect(client) == ["well"]

@@ -21,7 +21,8 @@ from dynamo.config.system import SystemSettings
 from dynamo.health_check import HEALTH_CHECK_KEY, HealthCheckPayload, load_health_check_from_env
 from dynamo.http.client import get as http_get
 from dynamo.llm import WorkerType
-from dynamo.runtime import DistributedRuntime, distributed, dynamo_endpoint, dynamo_worker
+from dynamo.runtime import DistributedRuntime, dynamo_endpoint, dynamo_worker
+from dynamo.runtime.distributed import runtime as distributed
 from dynamo.runtime.logging import (
     configure_sglang_logging,
     configure_vllm_logging,

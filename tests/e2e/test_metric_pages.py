@@ -19,8 +19,8 @@ from promql import uses
 from dynamo.frontend.requests import metrics as frontend
 from dynamo.mocker import engine as mocker
 from dynamo.router.queue import request_queue as queue
-from dynamo.runtime.endpoints import admission
-from dynamo.runtime.endpoints import admission as runtime
+from dynamo.runtime.requests import admission
+from dynamo.runtime.requests import admission as runtime
 from dynamo.worker import publish
 
 TESTED_ELSEWHERE = {

@@ -276,7 +276,7 @@ FRONTEND = (
     ),
     Mutant(
         "secret-in-a-list-is-kept",
-        "dynamo.frontend.apis.operator.redaction",
+        "dynamo.frontend.requests.redaction",
         "return [self.value(one, secret) for one in value]",
         "return [self.value(one) for one in value]",
         (
@@ -285,7 +285,7 @@ FRONTEND = (
     ),
     Mutant(
         "secret-over-two-events-is-kept",
-        "dynamo.frontend.apis.operator.redaction",
+        "dynamo.frontend.requests.redaction",
         "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end)",
         "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end) if start >= begin else place",
         (

@@ -147,7 +147,7 @@ RUNTIME = (
     ),
     Mutant(
         "closed-stream-keeps-its-admission",
-        "dynamo.runtime.endpoints.admission",
+        "dynamo.runtime.requests.admission",
         "            if stream.closed:\n                self.release()\n            else:",
         "            if not stream.closed:",
         (

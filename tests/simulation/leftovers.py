@@ -32,7 +32,7 @@ _EMPTY: dict[str, tuple[str, ...]] = {
     "dynamo.runtime.requests.client_connection:ClientConnection": ("streams", "token_sinks"),
     "dynamo.runtime.requests.server:ServerConnection": ("streams", "waiting"),
     "dynamo.runtime.requests.server:RequestServer": ("_inflight", "_unregistered"),
-    "dynamo.runtime.endpoints.admission:AdmissionQueue": ("_running", "_queue"),
+    "dynamo.runtime.requests.admission:AdmissionQueue": ("_running", "_queue"),
     "dynamo.http.server:HttpServer": ("bodies_bytes",),
     "dynamo.mocker.scheduler:Scheduler": ("waiting", "running"),
     "dynamo.mocker.blocks:BlockPool": ("_active",),

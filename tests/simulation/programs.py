@@ -264,9 +264,9 @@ def _connect_programs() -> None:
     from dynamo.router.caches import indexer
     from dynamo.router.load.active_load import ActiveLoad
     from dynamo.router.modes.kv import KvPicker
-    from dynamo.runtime import distributed
+    from dynamo.runtime.distributed import runtime as distributed
     from dynamo.runtime.endpoints import health
-    from dynamo.runtime.endpoints.admission import AdmissionQueue
+    from dynamo.runtime.requests.admission import AdmissionQueue
     from dynamo.serve.state.statefile import Statefile
 
     _patch(AdmissionQueue, submit=_watched(AdmissionQueue.submit))

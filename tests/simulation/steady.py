@@ -126,7 +126,7 @@ def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
                 hasattr(part, "token_sinks")
                 and any(f"{one}.sock" in address for one in lease)
                 and any(
-                    stream.owner is not None and stream.owner.record.endpoint != KV_QUERY
+                    hasattr(stream.owner, "record") and stream.owner.record.endpoint != KV_QUERY
                     for stream in part.streams.values()
                 )
             ):

@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
-from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.brace_calls import GEMMA_4_MARKERS, BraceCallParser
 from dynamo.frontend.formats.element_calls import MINIMAX_M3_MARKERS, ElementCallParser
 from dynamo.frontend.formats.forced_calls import (
     NamedCallParser,
     forced_name,
-    forced_schema,
     is_forced,
     tool_functions,
 )
@@ -47,7 +45,6 @@ from dynamo.frontend.formats.xml_calls import (
     XmlCallParser,
     XmlCallShape,
 )
-from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -225,8 +222,18 @@ class ModelFormats:
         """Whether a tool call can be forced by a grammar; messages of harmony have none."""
         return self._tool is not None and not self._harmony
 
-    def answer(self, request: ChatCompletionRequest, prompt: str | None) -> AnswerFormat | None:
-        """How to read the answer to ``prompt``; None if it is content alone."""
+    @property
+    def has_tags(self) -> bool:
+        """Whether reasoning is between tags, which a prefilled answer may have opened."""
+        return self._shape is not None
+
+    def answer(
+        self, request: ChatCompletionRequest, prompt: str | None, prefill: str | None = None
+    ) -> AnswerFormat | None:
+        """How to read the answer to ``prompt``; None if it is content alone.
+
+        ``prefill`` is the text at the end of the prompt that the answer continues, if any.
+        """
         with_tools = bool(request.tools) and request.tool_choice != "none"
         tool = self._tool if with_tools else None
         if tool is None and self._shape is None and not self._harmony:
@@ -238,21 +245,13 @@ class ModelFormats:
                 request,
                 tool,
                 RequestTools.of(request.tools),
-                self._inside(request, prompt),
+                self._shape is not None and self._shape.begins_inside(prompt, prefill),
             ),
             _short_id if tool is not None and tool.short_ids else _id,
             1 if request.parallel_tool_calls is False else None,
             tool is not None and forced_name(request.tool_choice) is not None,
             self.reasoning_field,
         )
-
-    def _inside(self, request: ChatCompletionRequest, prompt: str | None) -> bool:
-        if self._shape is None:
-            return False
-        prefill = None
-        if request.continue_final_message:
-            prefill = message_text(len(request.messages) - 1, request.messages[-1])
-        return self._shape.begins_inside(prompt, prefill)
 
     def _parser(
         self,
@@ -278,24 +277,6 @@ class ModelFormats:
         shape = self._shape._replace(calls=tool.begins)
         probe = partial(CallProbe, lambda message: tool.make(message, tools), tools.names)
         return ReasoningParser(message, shape, inside, parser, probe=probe)
-
-
-def answer_format(
-    formats: ModelFormats | None, request: ChatCompletionRequest, prompt: str | None
-) -> AnswerFormat | None:
-    """How to read the answer to ``prompt`` of a model with ``formats``; None for content alone.
-
-    A forced tool call sets the request's grammar. Raises InvalidArgument where none can be forced.
-    """
-    if is_forced(request.tool_choice):
-        if formats is None or not formats.can_force:
-            raise InvalidArgument(
-                f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
-                f"possible with model `{request.model}`: its workers name no tool-call parser "
-                "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
-            )
-        request.guided_json = forced_schema(request)
-    return None if formats is None else formats.answer(request, prompt)
 
 
 def _calls(

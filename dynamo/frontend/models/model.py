@@ -14,7 +14,6 @@ from pathlib import Path
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, ModelNotFound, shorten
-from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
@@ -25,6 +24,7 @@ from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES
+from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
 from dynamo.router.connect.kv_router import make_router
 from dynamo.router.connect.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
@@ -36,7 +36,11 @@ TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)
 """Values of ``model_input`` that this frontend serves."""
 
-_TYPE_PATHS = {"Chat": CHAT, "Completions": COMPLETIONS, "Embedding": EMBEDDINGS}
+_TYPE_PATHS = {
+    "Chat": CHAT_PATH,
+    "Completions": COMPLETIONS_PATH,
+    "Embedding": EMBEDDINGS_PATH,
+}
 _PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+|/(de)?tokenize")
 _MAX_PATHS = 128
 log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo._fast.histogram import Histogram
-from dynamo.errors import InvalidArgument
-from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats, answer_format
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.formats.forced_calls import is_forced
+from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
@@ -26,6 +27,7 @@ from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
+from dynamo.frontend.prompt.tool_choice import forced_schema
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens, tokens
@@ -179,7 +181,7 @@ class Preprocessor:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         images = None if self.images is None else self.images.read(request.messages)
         if request.nvext is not None and request.nvext.token_data:
-            answer = answer_format(self.formats, request, None)
+            answer = self._answer_format(request, None)
             given = request.nvext.token_data
             prepared = self._given(request, given, max_tokens, logprobs, images)
             return msgspec.structs.replace(prepared, answer=answer)
@@ -192,13 +194,36 @@ class Preprocessor:
         tokenized_s = time.perf_counter() - rendered
         answer = None
         if self.formats is not None or request.tool_choice is not None:
-            answer = answer_format(self.formats, request, text)
+            answer = self._answer_format(request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs, images)
         n = request.n or 1
         return Prepared(
             requests, prompts, n, len(ids), rendered - begun, (tokenized_s,), answer, images
         )
+
+    def _answer_format(
+        self, request: ChatCompletionRequest, prompt: str | None
+    ) -> AnswerFormat | None:
+        """How to read the answer to ``prompt``; None for content alone.
+
+        A forced tool call sets the request's grammar. Raises InvalidArgument where none can be.
+        """
+        formats = self.formats
+        if is_forced(request.tool_choice):
+            if formats is None or not formats.can_force:
+                raise InvalidArgument(
+                    f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
+                    f"possible with model `{request.model}`: its workers name no tool-call parser "
+                    "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
+                )
+            request.guided_json = forced_schema(request)
+        if formats is None:
+            return None
+        prefill = None
+        if request.continue_final_message and formats.has_tags:
+            prefill = message_text(len(request.messages) - 1, request.messages[-1])
+        return formats.answer(request, prompt, prefill)
 
     def _completion(self, request: CompletionRequest) -> Prepared:
         max_tokens, logprobs = request.max_tokens, request.logprobs

@@ -13,7 +13,6 @@ import msgspec
 
 from dynamo._fast.json_shape import measure
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.formats.forced_calls import check_tool_choice
 from dynamo.frontend.prompt.bounds import (
     DESERIALIZE,
     MAX_CHOICES,
@@ -24,6 +23,7 @@ from dynamo.frontend.prompt.bounds import (
     check_engine_value,
     explain_decode_error,
 )
+from dynamo.frontend.prompt.tool_choice import check_tool_choice
 from dynamo.protocols.openai import (
     MAX_BAD_WORDS_CHARACTERS,
     MAX_GRAMMAR_CHARACTERS,

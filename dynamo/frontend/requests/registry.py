@@ -32,7 +32,7 @@ from dynamo.protocols.status import RequestRecord
 from dynamo.router.decision.decision import Decision
 
 if TYPE_CHECKING:
-    from dynamo.frontend.apis.operator.content import ContentRecording
+    from dynamo.frontend.requests.content import ContentRecording
     from dynamo.observability.otel import OtelTracing
 
 _MIB = 1024 * 1024

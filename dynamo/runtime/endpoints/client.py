@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
 
 from dynamo.errors import (
     CannotConnect,
@@ -22,7 +22,7 @@ from dynamo.errors import (
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
-from dynamo.runtime.discovery import KeyEvent, Watch
+from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
 from dynamo.runtime.endpoints.instances import (
     Availability,
     Instance,
@@ -32,15 +32,13 @@ from dynamo.runtime.endpoints.instances import (
 )
 from dynamo.runtime.endpoints.responses import NoResponses, Responses
 from dynamo.runtime.process.sockets import parse_address
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import running_loop
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client import OnPeer, OutageReason
-from dynamo.runtime.requests.client_connection import ClientConnection
+from dynamo.runtime.requests.client_connection import ClientConnection, StreamOwner
 from dynamo.runtime.requests.context import Context
 from dynamo.runtime.requests.stream import REQUEST_ID
-
-if TYPE_CHECKING:
-    from dynamo.runtime.distributed import DistributedRuntime
 
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(new and changed records, removed ids), called on the loop."""
@@ -64,16 +62,30 @@ class Client:
 
     ``can_move`` returns whether anything else can take the requests of a silent instance now, which
     loses them then: another instance, unless a router with fewer workers or a fallback replaces it.
+
+    ``start`` opens ``discovery``; ``on_end`` is called with :meth:`close` when the client closes.
     """
 
-    def __init__(self, runtime: DistributedRuntime, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        discovery: Discovery,
+        requests: RequestClient,
+        availability: Availability,
+        tasks: Tasks,
+        start: Callable[[], Awaitable[None]],
+        on_end: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.path = path
         self.can_move: Callable[[], bool] = self._has_answering
-        self._runtime = runtime
-        self._requests = runtime.requests
+        self._discovery = discovery
+        self._requests = requests
+        self._tasks = tasks
+        self._start = start
+        self._on_end = on_end
         self._instances: dict[int, LiveInstance] = {}
         self._ids: dict[str, int] = {}
-        self.availability = Availability(path, runtime.metrics, runtime.system.inhibited_duration_s)
+        self.availability = availability
         self.availability.listeners.append(self._on_outage)
         self._listeners: list[OnInstances] = []
         self._changed = asyncio.Event()
@@ -82,14 +94,13 @@ class Client:
         self._is_ready = self._closed = False
         self._failure: Exception | None = None
         self._opening: asyncio.Task[None] | None = None
-        runtime.on_close(self.close)
         if running_loop() is not None:
             self._begin()
 
     def _begin(self) -> asyncio.Task[None]:
         if self._opening is None:
             name = f"client of {self.path}"
-            self._opening = self._runtime.tasks.spawn(self._open(), name=name)
+            self._opening = self._tasks.spawn(self._open(), name=name)
         return self._opening
 
     def __await__(self) -> Generator[Any, None, Client]:
@@ -106,11 +117,9 @@ class Client:
     async def _open(self) -> None:
         """Wait until discovery has reported the existing instances."""
         try:
-            await self._runtime.start()
+            await self._start()
             if not self._closed:
-                self._watch = self._runtime.discovery.watch(
-                    f"{INSTANCES}{self.path}/", self._on_key
-                )
+                self._watch = self._discovery.watch(f"{INSTANCES}{self.path}/", self._on_key)
                 await self._watch.ready()
                 self._is_ready = True
         except Exception as error:  # noqa: BLE001 - raised for each caller
@@ -119,7 +128,7 @@ class Client:
     def close(self) -> None:
         """Stop following; streams in flight continue."""
         self._closed = True
-        self._runtime.off_close(self.close)
+        self._on_end(self.close)
         if self._watch is not None:
             self._watch.close()
         self._listeners.clear()
@@ -205,9 +214,7 @@ class Client:
         connection = instance.connection
         if connection is None or connection.closed:
             connection = instance.connection = self._requests.connection(instance.address)
-        stream = connection.open(self.path, headers or {}, payload, sink, context)
-        stream.owner = instance
-        return stream
+        return connection.open(self.path, headers or {}, payload, sink, context, instance)
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None
@@ -288,7 +295,7 @@ class Client:
     ) -> list[int]:
         if not self._is_ready:
             await self
-        cards = RuntimeDataWatch(self._runtime.discovery, self.path, self._instances)
+        cards = RuntimeDataWatch(self._discovery, self.path, self._instances)
         self._listeners.append(cards.on_instances)
         try:
             async with cards:
@@ -378,7 +385,7 @@ class _IgnoringSink:
         """Ignore the error."""
 
 
-class LiveInstance:
+class LiveInstance(StreamOwner):
     """One live instance, and the last connection used for it; the owner of its streams."""
 
     __slots__ = ("_client", "_on_peer", "address", "connection", "record")

@@ -21,11 +21,11 @@ from dynamo.protocols import codec
 from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.stop_order import is_supervised
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.runtime.requests import ClientStream, EndpointStats, StreamSink
+from dynamo.runtime.requests import ClientStream, EndpointStats, RequestClient, StreamSink
 from dynamo.runtime.requests.stream import is_interrupt
 
 if TYPE_CHECKING:
-    from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.endpoints.serving import Serving
 
 _POLLS_PER_WAIT = 4
 _LONGEST_POLL_S = 1.0
@@ -178,24 +178,29 @@ class CheckedEndpoint:
     """An endpoint of this process, for its own health checks."""
 
     def __init__(
-        self, runtime: DistributedRuntime, path: tuple[str, str, str], stats: EndpointStats
+        self,
+        serving: Serving,
+        requests: RequestClient,
+        path: tuple[str, str, str],
+        stats: EndpointStats,
     ) -> None:
         self.path = path
         self.stats = stats
-        self._runtime = runtime
+        self._serving = serving
+        self._requests = requests
 
     def is_registered(self) -> bool:
         """Return whether clients may send requests; an endpoint that sleeps is not checked."""
-        return self._runtime.serving.is_published(self.path)
+        return self._serving.is_published(self.path)
 
     def open(self, payload: bytes, sink: StreamSink) -> ClientStream:
         """Send a request as clients do."""
-        address = self._runtime.serving.address()
-        return self._runtime.requests.open(address, "/".join(self.path), {}, payload, sink)
+        address = self._serving.address()
+        return self._requests.open(address, "/".join(self.path), {}, payload, sink)
 
     async def set_health(self, problem: str) -> None:
         """Report the endpoint as unhealthy; "": as healthy again."""
-        await self._runtime.serving.set_health(self.path, problem)
+        await self._serving.set_health(self.path, problem)
 
 
 class Canary:

@@ -18,26 +18,26 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineDied, EngineShutdown
 from dynamo.observability.logs import counted
-from dynamo.observability.metrics import Registry
+from dynamo.observability.metrics import Registry, gauge
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
 from dynamo.runtime.discovery import Discovery, Lease
-from dynamo.runtime.endpoints.admission import (
-    MetricsLabels,
-    endpoint_stats,
-    export_dropped_lines,
-    export_pool,
-    export_uptime,
-)
 from dynamo.runtime.endpoints.health import SystemHealth
 from dynamo.runtime.process.paths import socket_path
 from dynamo.runtime.process.sockets import advertised_host, bracketed, request_socket_name
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
+from dynamo.runtime.requests.admission import (
+    MetricsLabels,
+    endpoint_stats,
+    export_dropped_lines,
+    export_pool,
+)
 from dynamo.runtime.requests.tls import RequestTls
 
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""
 
+_UPTIME = gauge("dynamo_component_uptime_seconds", "Seconds since start", "worker_id")
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class Serving:
         self._served: set[EndpointPath] = set()
         self._published: set[EndpointPath] = set()
         self._unhealthy: dict[EndpointPath, tuple[str, bool]] = {}
-        export_uptime(metrics, instance_id, self.health)
+        metrics.child(_UPTIME, f"{instance_id:x}").function = lambda: self.health.uptime_s
         export_dropped_lines(metrics)
 
     def set_engine_device(self, device_type: str) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EVENT_CHANNELS, EventChannelRecord, record_decoder
-from dynamo.runtime.discovery import Discovery, KeyEvent
-from dynamo.runtime.endpoints.serving import Serving
+from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
 from dynamo.runtime.events import (
     EventPlane,
     EventPublisher,
@@ -48,21 +47,22 @@ log = logging.getLogger(__name__)
 class Publishers:
     """The publishers of this process, one per channel.
 
-    A UNIX socket whose file was removed is bound again within ``SOCKET_CHECK_S``.
+    ``granted`` returns the lease of this process. A UNIX socket whose file was removed is bound
+    again within ``SOCKET_CHECK_S``.
     """
 
     def __init__(
         self,
         settings: RuntimeSettings,
         discovery: Discovery,
-        serving: Serving,
+        granted: Callable[[], Awaitable[Lease]],
         instance_id: int,
         nats: EventPlane | None = None,
     ) -> None:
         self._nats = nats
         self._settings = settings
         self._discovery = discovery
-        self._serving = serving
+        self._granted = granted
         self._instance_id = instance_id
         self._made: dict[Channel, EventPublisher] = {}
         self._socket_check: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class Publishers:
         publisher = self._made.get(channel)
         if publisher is not None:
             return publisher
-        lease = await self._serving.granted()
+        lease = await self._granted()
         publisher = self._made.get(channel)  # another task may have made it during the await
         if publisher is None:
             publisher = self._make(channel)

@@ -43,7 +43,6 @@ from dynamo.runtime.requests.frames import (
 from dynamo.runtime.requests.stream import REQUEST_ID
 
 if TYPE_CHECKING:
-    from dynamo.runtime.endpoints.client import LiveInstance
     from dynamo.runtime.requests.client import RequestClient
 
 _SILENT_TICKS = 4
@@ -68,6 +67,20 @@ class StreamSink(Protocol):
         """Accept the error that ends an incomplete response."""
 
 
+class StreamOwner:
+    """What a stream was opened by: it may know other workers for the request."""
+
+    __slots__ = ()
+
+    def failed(self, error: DynamoError) -> None:
+        """Receive the error of the stream, before its sink does."""
+
+    def may_move(self) -> bool:
+        """Return whether the stream may fail because its worker is silent."""
+        return True
+
+
+_NO_OWNER = StreamOwner()
 OnTokens = Callable[[list[int], int, float, float], None]
 """Receives the plain tokens of one read, whose texts a ``TokenSink`` has passed on: their ids, the
 bytes of their items, when they came (monotonic seconds), and the seconds spent on their texts."""
@@ -95,6 +108,7 @@ class ClientStream:
         number: int,
         sink: StreamSink,
         context: Context | None,
+        owner: StreamOwner = _NO_OWNER,
     ) -> None:
         self.closed = False
         self.received_any = False
@@ -102,7 +116,7 @@ class ClientStream:
         self.on_data = sink.on_data  # bound once: it is called for every token
         self.on_tokens: OnTokens | None = None
         self.token_sink: TokenSink | None = None
-        self.owner: LiveInstance | None = None
+        self.owner = owner
         self._connection = connection
         self._number = number
         self._context = context
@@ -163,8 +177,7 @@ class ClientStream:
         if not self.closed:
             self.finish()
             try:
-                if self.owner is not None:
-                    self.owner.failed(error)
+                self.owner.failed(error)
                 self.sink.on_error(error)
             except Exception:
                 log.exception("the sink of a stream from %s failed", self.address)
@@ -247,8 +260,9 @@ class ClientConnection(FramedConnection):
         payload: bytes,
         sink: StreamSink,
         context: Context | None,
+        owner: StreamOwner = _NO_OWNER,
     ) -> ClientStream:
-        """Send one request; see ``RequestClient.open``."""
+        """Send one request of ``owner``; see ``RequestClient.open``."""
         self.released = (
             False  # the worker is in discovery again: its caller found the address there
         )
@@ -256,7 +270,7 @@ class ClientConnection(FramedConnection):
         while number in self.streams:  # after 2³² requests, skip streams that are still open
             number = number % 0xFFFFFFFF + 1
         self._number = number
-        stream = ClientStream(self, number, sink, context)
+        stream = ClientStream(self, number, sink, context, owner)
         if context is not None and REQUEST_ID not in headers:
             headers = {**headers, REQUEST_ID: context.id()}
         encoded = encode_headers(headers) if headers else b""
@@ -432,7 +446,7 @@ class ClientConnection(FramedConnection):
     def _move_streams(self) -> None:
         """Fail the streams that another instance can take; after a release, all streams."""
         for stream in tuple(self.streams.values()):
-            if self.released or stream.owner is None or stream.owner.may_move():
+            if self.released or stream.owner.may_move():
                 stream.give_up(self._silence())
 
     def _silence(self) -> DynamoError:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,11 +21,9 @@ from dynamo.errors import (
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.client_connection import ClientStream
 from dynamo.runtime.requests.stream import PushHandler, ServerStream, is_interrupt
-
-if TYPE_CHECKING:
-    from dynamo.runtime.endpoints.admission import AdmissionQueue
 
 PAUSE_BYTES = 1024 * 1024
 PAUSE_ITEMS = 1024

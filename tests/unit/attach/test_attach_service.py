@@ -14,7 +14,7 @@ from dynamo.attach.service import AttachService, RelayedRequest
 from dynamo.attach.worker import ServerMonitor
 from dynamo.errors import CannotConnect, Disconnected, DynamoError
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 
 
 class Pool:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.apis.operator import content
-from dynamo.frontend.apis.operator.content import (
+from dynamo.frontend.requests import content
+from dynamo.frontend.requests.content import (
     MIB,
     ContentCopy,
     ContentRecording,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.apis.operator.redaction import cleaned_answer, cleaned_body
+from dynamo.frontend.requests.redaction import cleaned_answer, cleaned_body
 from dynamo.http.api_keys import new_key
 
 BASIC = "bWU6aHVudGVyMg=="

@@ -12,7 +12,7 @@ from test_request import Site, ids
 
 from dynamo.errors import Cancelled, EngineFailure
 from dynamo.observability.tracing import trace_context
-from dynamo.runtime.endpoints.component import traced
+from dynamo.runtime.distributed.component import traced
 from dynamo.runtime.requests.stream import REQUEST_ID
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"

@@ -20,7 +20,7 @@ from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.worker import MockerService, make_plan
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 
 TOKENIZER = Path(__file__).parents[3] / "examples/model/tokenizer.json"
 PLAIN = tokenizers.Tokenizer.from_file(str(TOKENIZER))

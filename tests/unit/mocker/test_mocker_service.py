@@ -30,8 +30,8 @@ from dynamo.protocols.engine import (
     StopConditions,
 )
 from dynamo.protocols.kv import BlocksStored, KvMetrics
-from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 

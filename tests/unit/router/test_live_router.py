@@ -32,8 +32,8 @@ from dynamo.router.connect import event_feed as recovery_module
 from dynamo.router.connect import kv_router as upkeep_module
 from dynamo.router.connect.router import ConnectedRouter, WorkerCards
 from dynamo.router.modes.kv import KvPicker
-from dynamo.runtime import distributed as distributed_module
 from dynamo.runtime.discovery import KeyEvent
+from dynamo.runtime.distributed import runtime as distributed_module
 
 
 @pytest_asyncio.fixture

@@ -126,7 +126,7 @@ async def test_a_router_that_cannot_register_yet_serves_and_shares_its_load_late
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that starts on a full disk."""
-    monkeypatch.setattr("dynamo.runtime.distributed.REGISTER_AGAIN_S", 0.01)
+    monkeypatch.setattr("dynamo.runtime.distributed.runtime.REGISTER_AGAIN_S", 0.01)
     register, is_full = Publishers.get, True
 
     async def get(self: Publishers, channel: tuple[str, str, str]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.context import Context
 from dynamo.runtime.requests.stream import ServerStream
 

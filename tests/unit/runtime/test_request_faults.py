@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from request_kit import ENDPOINT, TIMEOUT_S, Recorder, pair, until
@@ -28,6 +28,7 @@ from dynamo.errors import (
 )
 from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests import RequestClient, RequestServer, ServerStream
+from dynamo.runtime.requests.client_connection import StreamOwner
 from dynamo.runtime.requests.frames import (
     DATA,
     END,
@@ -208,7 +209,7 @@ async def test_only_the_streams_of_a_silent_worker_that_may_move_end_before_its_
         sink = Recorder()
         stream = client.open(address, ENDPOINT, {}, b"request", sink)
         owner = Owner(other)
-        stream.owner = cast(Any, owner)
+        stream.owner = owner
         await sink.have(1)
         connection = client.connection(address)
         if released:
@@ -228,7 +229,7 @@ async def test_only_the_streams_of_a_silent_worker_that_may_move_end_before_its_
     await client.close()
 
 
-class Owner:
+class Owner(StreamOwner):
     """An instance beside another one, or not."""
 
     def __init__(self, other: bool) -> None:

@@ -15,8 +15,8 @@ from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
-from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.vllm.embeddings import EmbeddingService

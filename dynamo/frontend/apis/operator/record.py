@@ -2,7 +2,7 @@
 
 One JSON object a line; :mod:`dynamo.protocols.status` describes them. ``?model=`` records one model
 alone. ``dynamo record`` makes a trace of it. With ``?content=true`` lines have bodies instead
-(:mod:`dynamo.frontend.apis.operator.content`), for ``seconds=`` (600) and up to ``mb=`` (64).
+(:mod:`dynamo.frontend.requests.content`), for ``seconds=`` (600) and up to ``mb=`` (64).
 
 Ids are keyed hashes (BLAKE2b) with a random key for each recording, which is never stored: equal
 prompts have equal ids within a recording, ids of two recordings cannot be matched, and a prompt
@@ -25,8 +25,8 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, Unavailable, shorten
-from dynamo.frontend.apis.operator.content import MIB, ContentRecording, ending
 from dynamo.frontend.models.registry import Models
+from dynamo.frontend.requests.content import MIB, ContentRecording, ending
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.registry import RequestRegistry

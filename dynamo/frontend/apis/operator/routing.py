@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances
 from dynamo.frontend.apis.chat.generation import adapt, named_model
-from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
+from dynamo.frontend.apis.relay.body import peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.model import LoadedModel
@@ -28,7 +28,12 @@ from dynamo.frontend.requests.headers import routed
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.protocols.openai import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from dynamo.router.decision.explanation import Explanation
 from dynamo.router.modes.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
@@ -137,7 +142,7 @@ class ExplainRoutes:
         loaded = entry.loaded
         if not entry.served or loaded is None:
             raise NoInstances
-        path = CHAT if bytes(asked.messages) else COMPLETIONS
+        path = CHAT_PATH if bytes(asked.messages) else COMPLETIONS_PATH
         most, rules = loaded.context_length, self._models.rules.get(loaded.name)
         if rules is not None:
             body = await threads.run(rewritten, path, body, loaded.name, rules)

@@ -27,11 +27,8 @@ from dynamo.http.api_keys import ApiKey
 from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.openai import NvExt
+from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, NvExt
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-EMBEDDINGS = "/v1/embeddings"
 _BYTES_PER_ID = 4
 _MAX_FIELD_BYTES = 1024
 _MAX_IDS = 1 << 18
@@ -174,9 +171,9 @@ def _tokenized(preprocessor: Preprocessor, path: str, body: bytes) -> Tokens | N
     The server judges the request: its rules may differ from ours.
     """
     try:
-        if path == CHAT:
+        if path == CHAT_PATH:
             return preprocessor.chat_ids(parse_chat(body, ignore_unsupported=True))
-        if path == COMPLETIONS:
+        if path == COMPLETIONS_PATH:
             return preprocessor.completion_ids(parse_completion(body, ignore_unsupported=True))
     except InvalidArgument:
         pass

@@ -21,15 +21,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.embeddings import BodyEmbeddingsAnswer
 from dynamo.frontend.apis.embeddings import parse_embedding
-from dynamo.frontend.apis.relay.body import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    RelayedBody,
-    peek,
-    peek_form,
-    prompt_ids,
-)
+from dynamo.frontend.apis.relay.body import RelayedBody, peek, peek_form, prompt_ids
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.apis.relay.request import (
     EmbeddingRequest,
@@ -56,6 +48,7 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, RouteMatch, Routes, field_span, is_multipart
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import HttpRequest, PreprocessedRequest
+from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
 from dynamo.runtime.process.tasks import Tasks
 
 _PREFIX = "/v1/"
@@ -104,9 +97,9 @@ def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nve
 
     Raises InvalidArgument, for chat and text completions by the same rules as for other models.
     """
-    if path == CHAT:
+    if path == CHAT_PATH:
         parse_chat(body, ignore_unsupported=ignore_unsupported)
-    elif path == COMPLETIONS:
+    elif path == COMPLETIONS_PATH:
         parse_completion(body, ignore_unsupported=ignore_unsupported)
     else:
         check_json(body)
@@ -366,7 +359,7 @@ class RelayRoutes:
         kind: type[RelayedActiveRequest] = RelayedHttpRequest
         answer: RelayedAnswer = HttpAnswer()
         body = exchange.body
-        if model.card.model_input == TEXT_INPUT and exchange.path == EMBEDDINGS:
+        if model.card.model_input == TEXT_INPUT and exchange.path == EMBEDDINGS_PATH:
             kind, streams = EmbeddingRequest, False
             answer = BodyEmbeddingsAnswer(asked.model)
         elif model.card.model_input == TEXT_INPUT:
@@ -395,7 +388,7 @@ class RelayRoutes:
             if path in _UNSALTED or _is_form(exchange):
                 raise InvalidArgument(
                     f"Header 'x-tenant-id' has no effect on {path} of this model, whose server "
-                    f"takes no `cache_salt` there; use {CHAT}"
+                    f"takes no `cache_salt` there; use {CHAT_PATH}"
                 )
             body = rewritten(path, body, model.name, None, routing.cache_namespace)
         if isinstance(relay.answer, BodyEmbeddingsAnswer):

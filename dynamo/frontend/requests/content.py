@@ -2,7 +2,7 @@
 
 Off unless a client of ``GET /v1/record?content=true`` is connected. It ends by itself after a time
 and a number of bytes. What looks like a key or a password is replaced before it is kept or sent
-(:mod:`dynamo.frontend.apis.operator.redaction`).
+(:mod:`dynamo.frontend.requests.redaction`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.frontend.apis.operator.redaction import cleaned_answer, cleaned_body
+from dynamo.frontend.requests.redaction import cleaned_answer, cleaned_body
 from dynamo.http import Exchange
 from dynamo.protocols.status import RecordedContent, RecordingEnd
 

@@ -12,15 +12,16 @@ from dynamo.config.system import HealthCheckSettings
 from dynamo.errors import Cancelled, DynamoError, InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.observability.tracing import OpenSpan
-from dynamo.runtime.endpoints.admission import MetricsLabels
 from dynamo.runtime.endpoints.client import Client
 from dynamo.runtime.endpoints.health import Canary, CheckedEndpoint
+from dynamo.runtime.endpoints.instances import Availability
 from dynamo.runtime.endpoints.serving import EndpointPath
 from dynamo.runtime.requests import EndpointStats, PushHandler, ServerStream, generator_handler
+from dynamo.runtime.requests.admission import MetricsLabels
 
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
-    from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.distributed.runtime import DistributedRuntime
 
 _SCHEME = "dyn://"
 _NAME = "handle_payload"
@@ -193,7 +194,7 @@ class Endpoint:
         settings = from_env(HealthCheckSettings)
         if payload is None or not settings.enabled:
             return None
-        checked = CheckedEndpoint(self.runtime, self.path, stats)
+        checked = CheckedEndpoint(self.runtime.serving, self.runtime.requests, self.path, stats)
         canary = Canary(settings, checked, payload, self.runtime.metrics)
         return self.runtime.tasks.spawn(canary.run(), name=f"health checks of {self}")
 
@@ -203,7 +204,18 @@ class Endpoint:
         Await it to know the existing instances; its calls wait for them, too. ``router_mode`` is
         accepted for compatibility; the caller chooses with each call.
         """
-        return Client(self.runtime, "/".join(self.path))
+        runtime, path = self.runtime, "/".join(self.path)
+        client = Client(
+            path,
+            runtime.discovery,
+            runtime.requests,
+            Availability(path, runtime.metrics, runtime.system.inhibited_duration_s),
+            runtime.tasks,
+            runtime.start,
+            on_end=runtime.off_close,
+        )
+        runtime.on_close(client.close)
+        return client
 
     async def unregister_endpoint_instance(self, asleep: bool = False) -> None:
         """Remove the instance from discovery; clients that have its address may still call it.

@@ -20,8 +20,7 @@ from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError, EngineShutdown, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
-from dynamo.runtime.endpoints.admission import AdmissionQueue
-from dynamo.runtime.endpoints.component import Endpoint, Namespace, parse_endpoint
+from dynamo.runtime.distributed.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.endpoints.health import EngineRoute, StatusServer
 from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
@@ -31,6 +30,7 @@ from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import running_loop
 from dynamo.runtime.requests import RequestClient, RequestServer
+from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.tls import RequestTls
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DistributedRuntime:
         self.status = StatusServer(self.system, self.serving.health, self.metrics)
         self._nats = _nats(settings)
         self._publishers = Publishers(
-            settings, self.discovery, self.serving, self.instance_id, self._nats
+            settings, self.discovery, self.serving.granted, self.instance_id, self._nats
         )
         self._closers: dict[Callable[[], None], None] = {}
         self._started = False

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dynamo.errors import WorkerAtCapacity
 from dynamo.observability.logs import dropped_lines
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
-from dynamo.runtime.endpoints.health import SystemHealth
-from dynamo.runtime.requests import EndpointStats, RequestServer
 from dynamo.runtime.requests.context import CancelKind
-from dynamo.runtime.requests.stream import ServerStream
+from dynamo.runtime.requests.server import RequestServer
+from dynamo.runtime.requests.stream import EndpointStats, ServerStream
 
 _UNLIMITED = (10_000, 40_000)
 """(limit, queue limit) if none is set: bounds on memory, not on load."""
@@ -46,7 +45,6 @@ _DURATION = histogram(
     (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600),
     _SERVED,
 )
-_UPTIME = gauge("dynamo_component_uptime_seconds", "Seconds since start", "worker_id")
 _FIRST_RESPONSE = histogram(
     "dynamo_work_handler_time_to_first_response_seconds",
     "Seconds from the request to its first response item",
@@ -81,11 +79,6 @@ def endpoint_stats(
         first_response_s=metrics.child(_FIRST_RESPONSE),
         failed=failed,
     )
-
-
-def export_uptime(metrics: Registry, instance_id: int, health: SystemHealth) -> None:
-    """Show the seconds since the start."""
-    metrics.child(_UPTIME, f"{instance_id:x}").function = lambda: health.uptime_s
 
 
 def export_dropped_lines(metrics: Registry) -> None:

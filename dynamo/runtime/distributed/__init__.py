@@ -1,0 +1,3 @@
+"""The runtime of one process, and its endpoints by name."""
+
+__all__: list[str] = []
