@@ -40,7 +40,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, RuntimeConfig, instance_key
 from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.kv_router import ConnectedKvRouter, connect
 from dynamo.router.connect.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 
@@ -187,9 +187,9 @@ def heart() -> Iterator[socket.socket]:
 async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namespace) -> Row:
     """One router, one storm."""
     async with running(state_dir) as runtime:
-        client = await runtime.endpoint(".".join(PATH)).client()
         chosen = RouterSettings(mode="kv", event_threads=threads)
-        live = ConnectedKvRouter(runtime, RoutedWorkers(*PATH, BLOCK), chosen, client)
+        live = await connect(runtime, RoutedWorkers(*PATH, BLOCK), chosen)
+        assert isinstance(live, ConnectedKvRouter)
         await live.start()
         while len(live.picker.worker_pool.members) < args.publishers:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)

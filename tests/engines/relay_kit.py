@@ -18,7 +18,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols.control import EventChannelRecord
-from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.kv_router import ConnectedKvRouter, connect
 from dynamo.router.connect.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
@@ -115,9 +115,8 @@ async def relayed_router(
     runtime = DistributedRuntime(settings=settings, system=SystemSettings(), discovery=detour)
     await runtime.start()
     path = deployment.namespace, "backend", "generate"
-    client = await runtime.endpoint(".".join(path)).client()
-    workers = RoutedWorkers(*path, block_size)
-    live = ConnectedKvRouter(runtime, workers, RouterSettings(mode="kv"), client)
+    live = await connect(runtime, RoutedWorkers(*path, block_size), RouterSettings(mode="kv"))
+    assert isinstance(live, ConnectedKvRouter)
     await live.start()
     try:
         yield live, detour

@@ -91,9 +91,9 @@ DEFECTS = (
     ),
     Defect(
         "silent-beside-another-model",
-        "dynamo.frontend.models.model",
-        "client.can_move = pool.has_answering",
-        "pass",
+        "dynamo.router.connect.router",
+        "else pool.has_answering",
+        "else client._has_answering",
         "A model's only worker is silent: its requests use up their migrations on it.",
     ),
     Defect(

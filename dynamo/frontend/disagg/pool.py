@@ -14,8 +14,8 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import EndpointRecord, ModelCard, RuntimeConfig
 from dynamo.protocols.kv import PREFILL_QUEUE
-from dynamo.router.connect.kv_router import make_router
-from dynamo.router.connect.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
+from dynamo.router.connect.kv_router import connect
+from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage
@@ -159,55 +159,48 @@ class _Active:
         self._router = router
         self._metrics = metrics
         self._cards: dict[int, ModelCard] = {}
-        self._client: Client | None = None
-        self._workers: AdmittedWorkers | None = None
         self._live: ConnectedRouter | None = None
         self._publisher: QueueStatePublisher | None = None
 
     def instances(self) -> list[EndpointRecord]:
         """The live instances of the endpoint."""
-        return [] if self._client is None else self._client.records()
+        return [] if self._live is None else self._live.client.records()
 
     def outages(self) -> dict[int, Outage]:
         """Why each avoided instance is avoided."""
-        return {} if self._client is None else self._client.outages()
+        return {} if self._live is None else self._live.client.outages()
 
     def admit(self, card: ModelCard) -> None:
         """Admit the worker of ``card``."""
         known = card.instance_id in self._cards
         self._cards[card.instance_id] = card
-        if self._workers is None:
+        if self._live is None:
             return
-        self._workers.admit(card.instance_id)
+        self._live.admit(card.instance_id)
         if known:
             self._add(card.instance_id)
 
     def refuse(self, worker_id: int) -> None:
         """Stop admitting the worker: its card was removed."""
         self._cards.pop(worker_id, None)
-        if self._workers is not None:
-            self._workers.refuse(worker_id)
+        if self._live is not None:
+            self._live.refuse(worker_id)
 
     async def start(self, settings: RouterSettings, model: str) -> None:
         """Connect. Raises DynamoError."""
         runtime, endpoint, router = self._runtime, self.endpoint, self._router
-        client = self._client = await runtime.endpoint(".".join(endpoint)).client()
-        client.can_move = lambda: True  # decode workers compute prompts, too
-        workers = self._workers = AdmittedWorkers(client)
+        workers = RoutedWorkers(*endpoint, router.block_size, model, "prefill")
+        live = self._live = await connect(runtime, workers, prefill_settings(settings), admits=True)
         for worker_id in self._cards:
-            workers.admit(worker_id)
-        routed = RoutedWorkers(*endpoint, router.block_size, model, "prefill")
-        live = self._live = make_router(runtime, routed, prefill_settings(settings), workers)
+            live.admit(worker_id)
         await live.start()
-        client.on_inhibited(live.picker.eligibility.avoid)
-        live.picker.worker_pool.is_silent = client.is_silent
-        router.attach(live.picker, client)
-        workers.on_change(self._changed)  # after the picker's own
-        use = partial(self._publish, model)
+        router.attach(live.picker, live.client)
+        live.on_change(self._changed)
+        use = partial(self._publish, model, live.client)
         await runtime.publish_when_possible(*endpoint[:2], PREFILL_QUEUE, use)
 
-    def _publish(self, model: str, publisher: EventPublisher) -> None:
-        if self._router.workers.client is self._client:  # not closed before it could be registered
+    def _publish(self, model: str, client: Client, publisher: EventPublisher) -> None:
+        if self._router.workers.client is client:  # not closed before it could be registered
             self._publisher = QueueStatePublisher(model, self._router.queue, publisher.publish)
             self._router.on_change = self._publisher.check
 
@@ -223,8 +216,6 @@ class _Active:
             self._publisher.close()
         if self._live is not None:
             await self._live.close()
-        if self._client is not None:
-            self._client.close()
 
     def _changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
@@ -239,7 +230,7 @@ class _Active:
         if self._live is not None and worker_id in self._live.picker.worker_pool.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
             self._router.add_worker(worker_id, config)
-            if self._client is not None and self._client.is_inhibited(worker_id):
+            if self._live.client.is_inhibited(worker_id):
                 self._router.suspend(worker_id, True)
 
 

@@ -25,8 +25,8 @@ from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
-from dynamo.router.connect.kv_router import make_router
-from dynamo.router.connect.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
+from dynamo.router.connect.kv_router import connect
+from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.modes.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
@@ -136,11 +136,15 @@ class LoadedModel:
     name: str
     card: ModelCard
     metrics: ModelMetrics
-    client: Client
     router: ConnectedRouter
     dispatch: Dispatch
     prefill: PrefillPool
     preprocessor: Preprocessor | None
+
+    @property
+    def client(self) -> Client:
+        """What sends requests to its (decode) workers."""
+        return self.router.client
 
     @property
     def picker(self) -> Picker:
@@ -157,7 +161,6 @@ class LoadedModel:
     async def close(self) -> None:
         """Disconnect from the workers."""
         await self.router.close()
-        self.client.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +207,7 @@ class ModelEntry:
         self.problem = ""
         self.on_worker: Callable[[], None] | None = None
         self._all_metrics = metrics
-        self._admitted: AdmittedWorkers | None = None
+        self._router: ConnectedRouter | None = None
         self._closed = False
         self._settings = settings
         self._awaited = settings.min_initial_workers
@@ -245,15 +248,15 @@ class ModelEntry:
     def add_worker(self, key: str, card: ModelCard) -> None:
         """Send requests to the worker whose ``card`` is at ``key``."""
         self.workers[key] = card
-        if self._admitted is not None:
-            self._admitted.admit(card.instance_id)
+        if self._router is not None:
+            self._router.admit(card.instance_id)
         self._update()
 
     def remove_worker(self, key: str) -> ModelCard:
         """Send nothing more to the worker of the card at ``key``; return the card."""
         card = self.workers.pop(key)
-        if self._admitted is not None:
-            self._admitted.refuse(card.instance_id)
+        if self._router is not None:
+            self._router.refuse(card.instance_id)
         self._update()
         return card
 
@@ -312,26 +315,16 @@ class ModelEntry:
     ) -> LoadedModel:
         card, name = self.card, self.name
         place = card.namespace, card.component, card.endpoint
-        client = await runtime.endpoint(".".join(place)).client()
-        admitted = self._admitted = AdmittedWorkers(client)
-        for worker in self.workers.values():
-            admitted.admit(worker.instance_id)
         block_size = settings.kv_cache_block_size or card.kv_cache_block_size
         routed = RoutedWorkers(*place, block_size, name)
-        router = make_router(runtime, routed, settings, admitted)
-        try:
-            await router.start()
-        except BaseException:
-            await router.close()
-            client.close()
-            raise
-        admitted.on_change(self._workers_changed)  # after the picker's own
-        pool = router.picker.worker_pool
-        client.on_inhibited(partial(self._avoid, router.picker))
-        pool.is_silent = client.is_silent
-        client.can_move = pool.has_answering  # the endpoint may have other models' workers
-        dispatch = Dispatch(router.picker, client, router.queue, self._migrations)
-        parts = name, card, self.metrics, client, router, dispatch, self.prefill
+        router = self._router = await connect(runtime, routed, settings, admits=True)
+        for worker in self.workers.values():
+            router.admit(worker.instance_id)
+        await router.start()
+        router.on_change(self._workers_changed)
+        router.client.on_inhibited(partial(self._on_inhibited, router.picker))
+        dispatch = Dispatch(router.picker, router.client, router.queue, self._migrations)
+        parts = name, card, self.metrics, router, dispatch, self.prefill
         if preprocessor is None:
             return LoadedModel(*parts, preprocessor)
         if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
@@ -364,8 +357,7 @@ class ModelEntry:
         router = PrefillRouter(self.name, block_size, settings, metrics, dispatch)
         self.prefill.open(runtime, settings, router)
 
-    def _avoid(self, picker: Picker, worker_id: int, avoided: bool) -> None:
-        picker.eligibility.avoid(worker_id, avoided)
+    def _on_inhibited(self, picker: Picker, worker_id: int, avoided: bool) -> None:
         if not avoided and worker_id in picker.worker_pool.members and self.on_worker is not None:
             self.on_worker()  # the connection was lost, not the worker
 

@@ -14,7 +14,6 @@ from dynamo.router.caches.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.connect.event_feed import EventFeed
 from dynamo.router.connect.replicas import ReplicaSync
 from dynamo.router.connect.router import (
-    AdmittedWorkers,
     ConnectedRouter,
     RoutedWorkers,
     SpeedFile,
@@ -157,13 +156,14 @@ class ConnectedKvRouter(ConnectedRouter):
         runtime: DistributedRuntime,
         workers: RoutedWorkers,
         settings: RouterSettings,
-        client: Client | AdmittedWorkers,
+        client: Client,
+        admits: bool = False,
     ) -> None:
         registry, labels = runtime.metrics, workers.labels(runtime.instance_id)
         index = make_index(settings)
         metrics = DecisionMetrics(registry, labels)
         picker = make_kv_picker(settings, workers.block_size, index, metrics, registry, labels)
-        super().__init__(runtime, workers, client, picker)
+        super().__init__(runtime, workers, client, picker, admits)
         self.queue = make_queue(settings, picker, registry, labels)
         self._worker_metrics = WorkerMetrics(registry, labels)
         self.events: EventFeed | None = None
@@ -187,8 +187,7 @@ class ConnectedKvRouter(ConnectedRouter):
         self._speeds = speed_file(runtime, workers) if settings.in_seconds else None
         self._tasks = Tasks("router")
 
-    async def start(self) -> None:
-        """See the class. Raises ConfigError when discovery cannot be opened."""
+    async def _follow(self) -> None:
         await self._runtime.start()
         if self._speeds is not None:
             speed = self._speeds.load()
@@ -198,7 +197,7 @@ class ConnectedKvRouter(ConnectedRouter):
         if self.events is not None:
             # Before the first worker: events after its dump would be lost otherwise.
             await self.events.start()
-        await super().start()
+        await super()._follow()
         if self._sync is not None:
             await self._sync.start()
         self.maintenance.start()
@@ -257,7 +256,6 @@ class ConnectedKvRouter(ConnectedRouter):
             self._sync.worker_added(worker_id)
 
     def _remove(self, worker_id: int) -> None:
-        self._devices.pop(worker_id, None)
         self.maintenance.forget(worker_id)
         self._drop(worker_id)
 
@@ -274,19 +272,23 @@ class ConnectedKvRouter(ConnectedRouter):
             self._worker_metrics.removed(member)
 
 
-def make_router(
+async def connect(
     runtime: DistributedRuntime,
     workers: RoutedWorkers,
     settings: RouterSettings,
-    client: Client | AdmittedWorkers,
+    admits: bool = False,
 ) -> ConnectedRouter:
-    """Return the router of ``settings.mode``, not started yet."""
+    """Return the router of ``settings.mode`` with a client of its own, not started yet.
+
+    ``admits``: only to workers that are admitted, see :class:`ConnectedRouter`.
+    """
+    client = await runtime.endpoint(".".join(workers.path)).client()
     if settings.mode == "kv":
-        return ConnectedKvRouter(runtime, workers, settings, client)
+        return ConnectedKvRouter(runtime, workers, settings, client, admits)
     if settings.queue_threshold is not None and workers.phase != "prefill":
         log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
     picker = make_picker(settings, workers.block_size)
-    return ConnectedRouter(runtime, workers, client, picker)
+    return ConnectedRouter(runtime, workers, client, picker, admits)
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:

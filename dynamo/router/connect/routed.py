@@ -15,7 +15,7 @@ from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import Cancelled, DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.connect.kv_router import ConnectedKvRouter
+from dynamo.router.connect.kv_router import ConnectedKvRouter, connect
 from dynamo.router.connect.router import RoutedWorkers
 from dynamo.router.decision.decision import Decision
 from dynamo.router.modes.kv import KvPicker
@@ -129,20 +129,17 @@ class RoutedEndpoint:
 
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
-        self.client = await self._runtime.endpoint(".".join(self.path)).client()
         workers = RoutedWorkers(*self.path, self.block_size)
-        self._router = ConnectedKvRouter(self._runtime, workers, self._settings, self.client)
-        self.picker = self._router.picker
-        self.client.on_inhibited(self.picker.eligibility.avoid)
-        self.picker.worker_pool.is_silent = self.client.is_silent
-        await self._router.start()
+        router = await connect(self._runtime, workers, self._settings)
+        assert isinstance(router, ConnectedKvRouter), "the mode is kv"
+        self._router, self.client, self.picker = router, router.client, router.picker
+        await router.start()
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
         router, self._router = self._router, None
         if router is not None:
             await router.close()
-            self.client.close()
 
     async def generate(
         self, request: PreprocessedRequest, context: Context | None = None

@@ -122,8 +122,10 @@ class RoutedWorkers(NamedTuple):
 class ConnectedRouter:
     """Adds workers to ``picker`` and removes them, in a mode that needs no KV events.
 
-    ``client`` follows the endpoint of ``workers``. After :meth:`start` the workers that exist
-    already can be picked. End with :meth:`close`.
+    ``client`` follows the endpoint of ``workers``; the router closes it. With ``admits`` a worker
+    is added once it is both alive and admitted (:meth:`admit`), in any order, and removed when
+    either ends. After :meth:`start` the workers that exist already can be picked. End with
+    :meth:`close`.
     """
 
     queue: RequestQueue | None = None
@@ -132,14 +134,17 @@ class ConnectedRouter:
         self,
         runtime: DistributedRuntime,
         workers: RoutedWorkers,
-        client: Client | AdmittedWorkers,
+        client: Client,
         picker: Picker,
+        admits: bool = False,
     ) -> None:
         self.workers = workers
         self.picker = picker
+        self.client = client
         self._runtime = runtime
-        self._client = client
-        self._devices: dict[int, str] = {}
+        self._alive: dict[int, EndpointRecord] = {}
+        self._admitted: set[int] | None = set() if admits else None
+        self._listeners: list[OnInstances] = []
         self._cards = WorkerCards(self._on_card)
         self._loads: Subscription | None = None
         self._closed = False
@@ -147,11 +152,48 @@ class ConnectedRouter:
         export_eligibility(runtime.metrics, labels, picker.eligibility)
 
     async def start(self) -> None:
-        """Follow workers and cards. Raises ConfigError when discovery cannot be opened."""
+        """Follow workers, cards and loads; close if that fails.
+
+        Raises ConfigError when discovery cannot be opened.
+        """
+        try:
+            await self._follow()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _follow(self) -> None:
         await self._runtime.start()
         await self._cards.start(self._runtime.discovery, self.workers.path)
         await self._follow_loads()
-        self._client.on_change(self._on_instances)
+        client, pool = self.client, self.picker.worker_pool
+        pool.is_silent = client.is_silent
+        # The endpoint may have other models' workers; decode workers compute prompts, too.
+        client.can_move = _always if self.workers.phase == "prefill" else pool.has_answering
+        client.on_inhibited(self.picker.eligibility.avoid)
+        client.on_change(self._on_instances)
+
+    def on_change(self, callback: OnInstances) -> None:
+        """Call ``callback`` with the current workers, if any, and with every change, after the
+        picker has them."""
+        self._listeners.append(callback)
+        current = [record for record in self._alive.values() if self._admits(record.instance_id)]
+        if current:
+            callback(current, [])
+
+    def admit(self, worker_id: int) -> None:
+        """Admit the worker: its card was accepted."""
+        if self._admitted is not None and worker_id not in self._admitted:
+            self._admitted.add(worker_id)
+            if worker_id in self._alive:
+                self._notify([self._alive[worker_id]], [])
+
+    def refuse(self, worker_id: int) -> None:
+        """Remove the worker: its card was removed or is no longer valid."""
+        if self._admitted is not None and worker_id in self._admitted:
+            self._admitted.discard(worker_id)
+            if worker_id in self._alive:
+                self._notify([], [worker_id])
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Set the load above which a worker is busy; follow reported loads once it matters."""
@@ -159,13 +201,14 @@ class ConnectedRouter:
         await self._follow_loads()
 
     async def close(self) -> None:
-        """Stop following and remove all workers. Idempotent."""
+        """Stop following, remove all workers, close the client. Idempotent."""
         self._closed = True
         self._cards.close()
         if self._loads is not None:
             self._loads.close()
         for worker_id in list(self.picker.worker_pool.members):
             self._remove(worker_id)
+        self.client.close()
 
     async def _follow_loads(self) -> None:
         """Subscribe to load reports once a threshold needs them."""
@@ -183,77 +226,44 @@ class ConnectedRouter:
         for state in states:
             self.picker.eligibility.busy.report(state)
 
+    def _admits(self, worker_id: int) -> bool:
+        return self._admitted is None or worker_id in self._admitted
+
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
-        if self._closed:
-            return
         for worker_id in removed:
-            self._remove(worker_id)
+            self._alive.pop(worker_id, None)
         for record in added:
-            self._devices[record.instance_id] = record.device_type
-            self._add(record.instance_id)
+            self._alive[record.instance_id] = record
+        joined = [record for record in added if self._admits(record.instance_id)]
+        left = [worker_id for worker_id in removed if self._admits(worker_id)]
+        if joined or left:
+            self._notify(joined, left)
+
+    def _notify(self, added: list[EndpointRecord], removed: list[int]) -> None:
+        if not self._closed:
+            for worker_id in removed:
+                self._remove(worker_id)
+            for record in added:
+                self._add(record.instance_id)
+        for callback in tuple(self._listeners):
+            callback(added, removed)
 
     def _on_card(self, worker_id: int) -> None:
         # A card may arrive before the instance: it is read when that is added.
-        if worker_id in self._devices:
+        if worker_id in self._alive and self._admits(worker_id):
             self._add(worker_id)
 
     def _add(self, worker_id: int) -> None:
         card = self._cards.get(worker_id)
         config = RuntimeConfig() if card is None else card.runtime_config
-        self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
+        self.picker.add_worker(worker_id, config, self._alive[worker_id].device_type)
 
     def _remove(self, worker_id: int) -> None:
-        self._devices.pop(worker_id, None)
         self.picker.remove_worker(worker_id)
 
 
-class AdmittedWorkers:
-    """A filter between the instances of discovery and the router.
-
-    It reports an instance as added when it is both alive (``client``) and admitted (:meth:`admit`),
-    in any order, and as removed when either ends.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self._alive: dict[int, EndpointRecord] = {}
-        self._admitted: set[int] = set()
-        self._listeners: list[OnInstances] = []
-        client.on_change(self._changed)
-
-    def on_change(self, callback: OnInstances) -> None:
-        """Call ``callback`` with the current workers, if any, and with every change."""
-        self._listeners.append(callback)
-        current = [one for one in self._alive.values() if one.instance_id in self._admitted]
-        if current:
-            callback(current, [])
-
-    def admit(self, worker_id: int) -> None:
-        """Admit the worker: its card was accepted."""
-        if worker_id not in self._admitted:
-            self._admitted.add(worker_id)
-            if worker_id in self._alive:
-                self._notify([self._alive[worker_id]], [])
-
-    def refuse(self, worker_id: int) -> None:
-        """Remove the worker: its card was removed or is no longer valid."""
-        if worker_id in self._admitted:
-            self._admitted.discard(worker_id)
-            if worker_id in self._alive:
-                self._notify([], [worker_id])
-
-    def _changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
-        for worker_id in removed:
-            self._alive.pop(worker_id, None)
-        for record in added:
-            self._alive[record.instance_id] = record
-        joined = [one for one in added if one.instance_id in self._admitted]
-        left = [one for one in removed if one in self._admitted]
-        if joined or left:
-            self._notify(joined, left)
-
-    def _notify(self, added: list[EndpointRecord], removed: list[int]) -> None:
-        for callback in tuple(self._listeners):
-            callback(added, removed)
+def _always() -> bool:
+    return True
 
 
 class SavedSpeed(msgspec.Struct, kw_only=True):

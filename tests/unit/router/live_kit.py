@@ -21,7 +21,7 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.router.connect.kv_router import ConnectedKvRouter, make_router
+from dynamo.router.connect.kv_router import ConnectedKvRouter, connect
 from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
@@ -119,8 +119,8 @@ class Box:
 
     async def route(self, **settings: object) -> ConnectedKvRouter:
         chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
-        client = await self.runtime.endpoint("ns.backend.generate").client()
-        live = self.live = ConnectedKvRouter(self.runtime, WORKERS, chosen, client)
+        live = self.live = await connect(self.runtime, WORKERS, chosen)
+        assert isinstance(live, ConnectedKvRouter)
         if live.events is not None:
             live.events.checks_s = self.checks_s
         await live.start()
@@ -154,8 +154,7 @@ class Box:
     async def route_by_mode(self, **settings: object) -> ConnectedRouter:
         """A router of any mode; closed with the box."""
         chosen = RouterSettings(**settings)  # type: ignore[arg-type]
-        client = await self.runtime.endpoint("ns.backend.generate").client()
-        self.live = make_router(self.runtime, WORKERS, chosen, client)
+        self.live = await connect(self.runtime, WORKERS, chosen)
         await self.live.start()
         return self.live
 

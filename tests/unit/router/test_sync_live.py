@@ -197,7 +197,6 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
     both = [load(first, worker) for worker in replicas.workers]
     await until(lambda: [load(second, worker) for worker in replicas.workers] == both)
     second._remove(late.id)  # as if discovered late
-    second._devices[late.id] = "cpu"
     second._add(late.id)
     assert [load(second, worker) for worker in replicas.workers] == both
 
