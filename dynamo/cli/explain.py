@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo.cli.frontend_client import Names, ask, known_names, name_of
 from dynamo.cli.options import RequestExplainSettings
+from dynamo.cli.route import marked
 from dynamo.cli.text_table import cell_len, figures, printable, wrap
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
@@ -237,12 +238,7 @@ def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
         room = max(_LEAST_NAME, max(cell_len(row[0]) for row in rows) - excess)
         first, *lines = figures([head, *((_end(name, room), *rest) for name, *rest in rows)])
     yield f"     {first}"
-    for row, line in zip(route.candidates, lines, strict=True):
-        mark, note = ("->", "  chosen") if row.chosen else ("", f"  {row.excluded}")
-        shown = f"  {mark:2} {line}"
-        # The mark says it, too: a terminal that is too narrow would break the line.
-        left_out = row.chosen and 0 < width < len(shown) + len(note)
-        yield (shown if left_out else shown + note).rstrip()
+    yield from marked(route.candidates, lines, "  ", width)
     if route.omitted:
         yield f"    and {route.omitted} more"
     if _COST in titles:

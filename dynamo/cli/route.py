@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.observability.logs import counted
 from dynamo.protocols.openai import ModelList
+from dynamo.protocols.status import RouteCandidate
 from dynamo.router.decision.explanation import Candidate, Explanation
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
@@ -106,6 +107,24 @@ def table(found: Explanation, names: Names | None = None) -> str:
     return "\n".join(lines)
 
 
+def marked(
+    candidates: Sequence[Candidate | RouteCandidate],
+    lines: Sequence[str],
+    indent: str = "",
+    width: int = 0,
+) -> Iterator[str]:
+    """Yield the line of each candidate: an arrow before the chosen one, the note behind it.
+
+    ``width`` is that of a terminal.
+    """
+    for row, line in zip(candidates, lines, strict=True):
+        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
+        text = f"{indent}{'->' if row.chosen else '':2} {line}"
+        # The arrow says it, too: a terminal that is too narrow would break the line.
+        is_redundant = row.chosen and 0 < width < len(text) + 2 + len(note)
+        yield (text if is_redundant else f"{text}  {note}").rstrip()
+
+
 def _lines(found: Explanation, names: Names) -> list[str]:
     shown = [
         column
@@ -123,9 +142,7 @@ def _lines(found: Explanation, names: Names) -> list[str]:
         f"{found.block_size}; {_formula(found)}",
         f"   {titles}  note",
     ]
-    for row, line in zip(found.candidates, cells, strict=True):
-        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
-        lines.append(f"{'->' if row.chosen else '':2} {line}  {note}".rstrip())
+    lines += marked(found.candidates, cells)
     if found.queued_requests:
         lines.append(f"{counted(found.queued_requests, 'request is', 'requests are')} queued")
     if found.stays:

@@ -190,6 +190,10 @@ class CachedBlocks:
         )
         return host, disk, shared
 
+    def ranges(self) -> list[tuple[int, int]] | None:
+        """:attr:`shared_ranges`, or None without a shared cache."""
+        return self.shared_ranges if self.shares else None
+
     @property
     def shared_blocks(self) -> int:
         """Blocks of the prompt in the shared cache."""

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.errors import DynamoError
-from dynamo.protocols.engine import Routing
 from dynamo.router.decision.cost import cached_tokens, formula
 from dynamo.router.decision.receipt import KvInputs
-from dynamo.router.eligibility.filters import constraints_of
 from dynamo.router.load.active_load import ActiveLoad
 from dynamo.router.load.prefill_model import PrefillSpeed
 from dynamo.router.worker_pool import WorkerPool
@@ -105,12 +103,11 @@ def explanation(
     weighed: Weighed,
     worker_pool: WorkerPool,
     active: ActiveLoad,
-    routing: Routing | None,
     queued_requests: int = 0,
 ) -> Explanation:
-    """Return the rows of what was ``weighed`` just now for a request with ``routing``."""
+    """Return the rows of what was ``weighed`` just now, with its constraints."""
     inputs, error = weighed.inputs, weighed.error
-    rows = _candidates(inputs, worker_pool, active, routing)
+    rows = _candidates(inputs, worker_pool, active)
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
     params, weights = inputs.params, inputs.params.weights
     return Explanation(
@@ -132,21 +129,15 @@ def explanation(
     )
 
 
-def _candidates(
-    inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad, routing: Routing | None
-) -> list[Candidate]:
-    costs, least = inputs.cost_by_slot(), inputs.least_prefill()
+def _candidates(inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad) -> list[Candidate]:
+    costs, least, excluded = inputs.cost_by_slot(), inputs.least_prefill(), inputs.excluded()
     places = {slot: place for place, slot in enumerate(inputs.slots)}
-    constraints = constraints_of(routing, worker_pool)
     rows = []
     for slot in worker_pool.candidates:
         worker_id, dp_rank = worker_pool.owners[slot]
         _, blocks, requests = active.load(slot)
         load, tiers = inputs.load(slot, requests, least), inputs.tiers(slot)
-        terms, excluded = inputs.breakdown(slot, load), ""
-        if slot not in costs:
-            other = "rejected by the policy" if slot in places else "bound to another worker"
-            excluded = constraints.excluded(worker_id, dp_rank) or other
+        terms = inputs.breakdown(slot, load)
         row = Candidate(
             worker_id=worker_id,
             dp_rank=dp_rank,
@@ -166,15 +157,13 @@ def _candidates(
             seconds=inputs.seconds(places[slot], costs[slot]) if slot in costs else {},
             cost=costs.get(slot),
             chosen=slot == inputs.chosen,
-            excluded=excluded,
+            excluded=excluded.get(slot, ""),
         )
         rows.append(row)
     return rows
 
 
-def log_decision(
-    inputs: KvInputs, active: ActiveLoad, request_id: str | None, worker_type: str
-) -> None:
+def log_decision(inputs: KvInputs, request_id: str | None, worker_type: str) -> None:
     """Log the choice, and at DEBUG before it the cost of every candidate as Dynamo's router guide
     shows it. Without a request, no choice was made for one."""
     worker_id, dp_rank = inputs.owners[inputs.chosen]
@@ -185,8 +174,7 @@ def log_decision(
             if inputs.terms:
                 log.debug(_sum(inputs.owners[slot][0], cost, inputs.seconds(place, cost)))
                 continue
-            load = inputs.load(slot, active.load(slot)[2], least)
-            terms = inputs.breakdown(slot, load)
+            terms = inputs.breakdown(slot, inputs.load_at(place, least))
             owner = inputs.owners[slot][0]
             log.debug(formula(owner, scale, cost, terms, inputs.effective(slot)))
         best = worker_id, dp_rank, tiers.device, inputs.prompt_blocks

@@ -18,7 +18,7 @@ from dynamo.protocols.status import RouteCandidate, RouteReceipt
 from dynamo.router.caches.prompt import TierCounts, effective_blocks
 from dynamo.router.decision.cost import CostBreakdown, CostParams, Load, breakdown, duplicate_price
 from dynamo.router.decision.seconds import TERMS
-from dynamo.router.eligibility.filters import Constraints
+from dynamo.router.eligibility.filters import BOUND, Constraints
 
 MAX_CANDIDATES = 64
 """Candidates of a receipt. The inputs of larger pools are kept for the chosen one alone, or for
@@ -26,7 +26,6 @@ the cheapest where a receipt is asked for."""
 CAPTURES_PER_SECOND = 100
 """Decisions of a router whose inputs are copied; those that a client asks for are not counted."""
 _SMALL = 1e-6  # blocks
-_NO_SLOT = "no free slot"  # the only other reason: prefill workers take a number of prompts
 
 
 class CaptureLimit:
@@ -106,7 +105,9 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
     def receipt(self) -> RouteReceipt:
         """Return the decision with its reasons. O(candidates)."""
         found = self.candidates()
-        found += self._excluded_ranks()
+        for slot, reason in self.excluded().items():
+            worker_id, rank = self.owners[slot]
+            found.append(RouteCandidate(worker=f"{worker_id:x}", dp_rank=rank, excluded=reason))
         return RouteReceipt(
             mode=self.mode,
             index=self.index,
@@ -142,21 +143,18 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             **columns,
         )
 
-    def _excluded_ranks(self) -> list[RouteCandidate]:
-        """Return the ranks that were not eligible."""
+    def excluded(self) -> dict[int, str]:
+        """Return the slots of workers that could not be chosen, with the reason. O(slots)."""
         if self.constraints is None:
-            return []
+            return {}
         eligible = set(self.slots)
-        other = "bound to another worker" if self.constraints.session else _NO_SLOT
-        return [
-            RouteCandidate(
-                worker=f"{worker_id:x}",
-                dp_rank=rank,
-                excluded=self.constraints.excluded(worker_id, rank) or other,
-            )
-            for slot, (worker_id, rank) in enumerate(self.owners)
-            if worker_id >= 0 and slot not in eligible
-        ]
+        reasons = {}
+        for slot, (worker_id, rank) in enumerate(self.owners):
+            if worker_id >= 0 and slot not in eligible:
+                reasons[slot] = self.constraints.excluded(worker_id, rank)
+            elif slot in eligible and self.chosen < 0:
+                reasons[slot] = "rejected by the policy"
+        return reasons
 
     def _forced_choice(self) -> str:
         """Return the reason of a decision without an alternative, else ""."""
@@ -164,8 +162,8 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
         if constraints is not None and constraints.pin is not None:
             return "the request names this worker"
         if constraints is not None and constraints.session:
-            others = self._excluded_ranks()
-            if others and all(row.excluded == "bound to another worker" for row in others):
+            reasons = set(self.excluded().values())
+            if reasons == {BOUND}:
                 return "the session of the request is bound to this worker"
         if (self.eligible or len(self.slots)) > 1:
             return ""
@@ -231,6 +229,11 @@ class KvInputs(RankInputs, gc=False, frozen=True):
         tokens: int = _column("q", self.prefill)[slot]
         excess = 0 if least_tokens is None else max(tokens - least_tokens, 0)
         return Load(tokens, excess, _column("q", self.decode)[slot], requests)
+
+    def load_at(self, place: int, least_tokens: int | None) -> Load:
+        """Return the load of ``slots[place]``, with its requests where they matter."""
+        requests = self.requests[place] if self.requests else 0
+        return self.load(self.slots[place], requests, least_tokens)
 
     def least_prefill(self) -> int | None:
         """Return the least active prefill of the eligible slots; None without any. O(slots)."""
@@ -326,7 +329,7 @@ class KvInputs(RankInputs, gc=False, frozen=True):
             return self.seconds(place, cost)
         slot = self.slots[place]
         weights = self.params.weights
-        load = self.load(slot, self.requests[place] if self.requests else 0, least_tokens)
+        load = self.load_at(place, least_tokens)
         parts = breakdown(self.params, self.isl_tokens, self.tiers(slot), load)
         scale = weights.prefill_scale
         terms = {

@@ -22,7 +22,12 @@ from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.eligibility.filters import eligible, pinned_worker
+from dynamo.router.eligibility.filters import (
+    Constraints,
+    constraints_of,
+    eligible,
+    pinned_worker,
+)
 from dynamo.router.labels import COMPONENT, RouterLabels
 from dynamo.router.worker_pool import Member, WorkerPool
 
@@ -343,6 +348,10 @@ class EligibilityFilter:
         if self.sessions is None or routing is None or routing.session_id is None:
             return eligible(self.worker_pool, routing)
         return self.sessions.eligible(self.worker_pool, routing, now_s)
+
+    def constraints(self, routing: Routing | None, failed: Collection[int] = ()) -> Constraints:
+        """Return what keeps ranks from requests with ``routing``, now. O(workers)."""
+        return constraints_of(routing, self.worker_pool, self.sessions is not None, failed)
 
     def bind_session(self, session_id: str, worker_id: int, dp_rank: int, now_s: float) -> None:
         """Bind the session of a booked request to its worker, with session affinity."""

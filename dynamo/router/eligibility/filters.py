@@ -18,6 +18,9 @@ from dynamo.router.worker_pool import Member, WorkerPool
 
 _TAINTS_SHOWN = 128  # characters
 _NO_ROUTING = Routing()
+BOUND = "bound to another worker"
+NO_SLOT = "no free slot"
+"""Prefill workers take a number of prompts."""
 
 
 class PinnedWorkerNotAllowed(InvalidArgument):
@@ -82,7 +85,7 @@ class Constraints(msgspec.Struct, gc=False, frozen=True):
     failed: Collection[int] = ()
 
     def excluded(self, worker_id: int, dp_rank: int) -> str:
-        """Return why the rank is not eligible, by its first failed check, or ""."""
+        """Return why a rank that is not eligible is not, by its first failed check."""
         if worker_id in self.failed:
             return "failed with this request before"
         if self.allowed is not None and worker_id not in self.allowed:
@@ -95,7 +98,10 @@ class Constraints(msgspec.Struct, gc=False, frozen=True):
             return f"lacks the taints: {self.lacking[worker_id]}"
         if worker_id in self.busy:
             return "busy"
-        return "does not answer" if worker_id in self.avoided else ""
+        if worker_id in self.avoided:
+            return "does not answer"
+        # All checks of :func:`eligible` passed: the choice was limited before it.
+        return BOUND if self.session else NO_SLOT
 
 
 def constraints_of(

@@ -48,7 +48,7 @@ from dynamo.router.decision.receipt import (
 )
 from dynamo.router.decision.seconds import Seconds
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints, constraints_of
+from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints
 from dynamo.router.load.active_load import ActiveLoad, Reservation
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.load.replica_loads import LocalRequests
@@ -148,9 +148,8 @@ class KvPicker:
         slot = slots[place]
         worker_id, dp_rank = self.worker_pool.owners[slot]
         if decision_log.isEnabledFor(logging.INFO):
-            weighed = self._capture(params, slots, slot, prompt, offer)
-            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
-            log_decision(weighed, self.active, request_id, worker_type)
+            kind = "decode" if self._metrics is None else self._metrics.worker_type
+            log_decision(self._capture(params, slots, slot, prompt, offer), request_id, kind)
         inputs: DecisionInputs | None = None
         if request_id is not None:
             # Copy before booking: the booking changes the load, and may make the worker busy.
@@ -160,9 +159,8 @@ class KvPicker:
                 captures.left -= not wanted  # one that the client asked for does not count
                 constraints = None
                 if limited is not None or slots is not self.worker_pool.candidates:
-                    failed = () if attempt is None else attempt.failed
-                    session = self.eligibility.sessions is not None
-                    constraints = constraints_of(routing, self.worker_pool, session, failed)
+                    failed = attempt.failed if attempt is not None else ()
+                    constraints = self.eligibility.constraints(routing, failed)
                 inputs = self._capture(params, slots, slot, prompt, offer, constraints)
                 if len(inputs.owners) > MAX_CANDIDATES:
                     inputs = inputs.narrowed(wanted)
@@ -188,9 +186,11 @@ class KvPicker:
         tokens: Tokens,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
+        explains: bool = False,
     ) -> Weighed:
         """Return what :meth:`pick` would weigh, over all slots. Books nothing.
 
+        ``explains``: with constraints, O(workers).
         Raises InvalidArgument for a bad ``override`` only; other errors are in the result.
         """
         now_s = self._clock()
@@ -206,8 +206,9 @@ class KvPicker:
                 chosen = slots[self._choose(slots, params, routing)]
             except DynamoError as failure:
                 error = failure
-        inputs, cached = self._capture(params, slots, chosen, prompt, offer), self._cached_blocks
-        return Weighed(inputs, error, cached.shared_ranges if cached.shares else None)
+        constraints = self.eligibility.constraints(routing) if explains else None
+        inputs = self._capture(params, slots, chosen, prompt, offer, constraints)
+        return Weighed(inputs, error, self._cached_blocks.ranges())
 
     def explain(
         self,
@@ -217,8 +218,8 @@ class KvPicker:
         queued: Sized = (),
     ) -> Explanation:
         """See :meth:`dynamo.router.modes.picker.Picker.explain`."""
-        weighed = self.weigh(tokens, routing, override)
-        found = explanation(weighed, self.worker_pool, self.active, routing, len(queued))
+        weighed = self.weigh(tokens, routing, override, explains=True)
+        found = explanation(weighed, self.worker_pool, self.active, len(queued))
         if self._seconds is not None:
             found.speed = self.active.prefill_speed()
             for row in found.candidates:

@@ -30,7 +30,7 @@ from dynamo.router.decision.receipt import (
     InflightInputs,
 )
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import constraints_of, pinned_worker
+from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 
@@ -218,8 +218,7 @@ class InflightPicker:
         captures.left -= not attempt.wanted
         constraints = None
         if routing is not None or attempt.failed or slots is not pool.candidates:
-            session = self.eligibility.sessions is not None
-            constraints = constraints_of(routing, pool, session, attempt.failed)
+            constraints = self.eligibility.constraints(routing, attempt.failed)
         inputs = InflightInputs(
             self.mode, "none", pool.owners, slots, slot, constraints, self._inflight[:]
         )

@@ -35,10 +35,9 @@ from dynamo.protocols.openai import (
     CompletionRequest,
 )
 from dynamo.router.decision.explanation import Explanation
+from dynamo.router.eligibility.filters import NO_SLOT
 from dynamo.router.modes.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
-
-_NO_SLOT = "no free slot"
 
 
 class _Shape(msgspec.Struct):
@@ -197,7 +196,7 @@ def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
     able = [row for row in found.candidates if row.cost is not None]
     for row in able:
         if row.worker_id not in free:
-            row.excluded = _NO_SLOT
+            row.excluded = NO_SLOT
             row.chosen = row.chosen and prefill.patient
     ready = [row for row in able if not row.excluded]
     if ready and not any(row.chosen for row in able):
