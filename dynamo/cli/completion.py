@@ -26,7 +26,7 @@ from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.paths import expanded, state_path
-from dynamo.serve.state.document import Entry
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
 
@@ -41,7 +41,6 @@ COMPLETE = "__complete"
 _TEXT_WIDTH = 70
 _FILES = "files"
 _WORDS = "words"
-_MODEL_FLAGS = ("--served-model-name", "--model-name", "--model", "--model-path")
 _SERVICE_ARGS = ("ServiceArgs.workers", "ServiceArgs.resources.gpu", "ServiceArgs.graceful_timeout")
 _SCRIPTS = {
     "bash": r"""
@@ -349,28 +348,19 @@ class _Values:
                 directory = state_path(from_env(RuntimeSettings))
                 yield from sorted(path.stem for path in directory.glob("[!.]*.json"))
         elif kind == "services":
-            entries = self._entries()
-            yield from sorted({entry.service for entry in entries} | {one.name for one in entries})
+            entries = self._document().components.values()
+            names = {entry.service for entry in entries} | {entry.name for entry in entries}
+            yield from sorted(names)
         elif kind == "models":
-            yield from sorted({*map(_model, self._entries())} - {""})
+            services = self._document().services.values()
+            yield from sorted({facts.model for facts in services} - {""})
 
-    def _entries(self) -> list[Entry]:
-        try:
+    def _document(self) -> Document:
+        document = None
+        with contextlib.suppress(ConfigError, StatefileError):  # several deployments, or damaged
             runtime = chosen_runtime(self._namespace)
             document = Statefile(state_path(runtime), runtime.namespace).read()
-        except (ConfigError, StatefileError):
-            return []  # several deployments, or a damaged statefile
-        return [] if document is None else list(document.components.values())
-
-
-def _model(entry: Entry) -> str:
-    """Return the name of a worker's model, from its command line."""
-    argv = entry.argv
-    for flag in _MODEL_FLAGS:
-        if flag in argv[:-1]:
-            name = str(argv[argv.index(flag) + 1])
-            return Path(name).name if name.startswith("/") else name
-    return ""
+        return document or Document()
 
 
 def _paths(text: str, endings: tuple[str, ...]) -> Iterator[str]:

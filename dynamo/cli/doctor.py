@@ -65,7 +65,6 @@ from dynamo.errors import ConfigError, as_path
 from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.graph.graph import Graph, parse_graph
-from dynamo.serve.state.entries import service_config
 from dynamo.serve.state.process_table import environment
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.service_checks import check_engines as check_graph_engines
@@ -102,7 +101,7 @@ class Examination:
         name = runtime.namespace
         deployed = find_running(state_path(runtime), name)
         if graph is None and deployed.document is not None:
-            text = json.dumps(service_config(deployed.document))
+            text = json.dumps(deployed.document.graph)
             with contextlib.suppress(ConfigError):  # of a later version: examine the rest
                 graph = parse_graph(text, "the running graph", (), name)
         return cls(runtime=runtime, deployed=deployed, graph=graph, is_file=bool(settings.graph))

@@ -85,14 +85,15 @@ def _running(namespace: str | None) -> tuple[str, str | None] | None:
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
     frontends = list(frontends_in(document or Document()))
-    urls = sorted({one.address.url for one in frontends if one.address is not None})
+    urls = sorted({address.url for one in frontends if (address := one.listens.address)})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls:
         if namespace is None:
             return None
         raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
-    return urls[0], local_key(runtime) if any(one.has_keys for one in frontends) else None
+    needs_key = any(frontend.listens.api_key_file for frontend in frontends)
+    return urls[0], local_key(runtime) if needs_key else None
 
 
 def known_names(settings: FrontendClientSettings) -> Names:

@@ -13,7 +13,7 @@ from dynamo.config import load
 from dynamo.errors import ConfigError
 from dynamo.http.api_keys import KEY_NAME, key_line, new_key, parse_grants, read_keys
 from dynamo.runtime.process.paths import write_atomic
-from dynamo.serve.state.frontends import KnownFrontend, frontends_in
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.status.deployment import chosen_runtime, running_deployment
 
 DESCRIPTION = """Add, list and remove API keys. A new key is printed once; the key file has its
@@ -67,18 +67,13 @@ def _running_file(namespace: str | None) -> str:
     """Return the key file of the running deployment. Raises ConfigError."""
     document = running_deployment(chosen_runtime(namespace))
     frontends = [] if document is None else list(frontends_in(document))
-    files = sorted({_key_path(one) for one in frontends if one.runs and one.key_file})
+    files = sorted({one.listens.api_key_file for one in frontends if one.runs} - {""})
     if len(files) == 1:
         return files[0]
     if files:
         raise ConfigError(f"name the file with --api-key-file: {', '.join(files)}")
     why = "the running deployment has no keys" if frontends else "no deployment runs"
     raise ConfigError(f"--api-key-file (DYN_API_KEY_FILE) is missing, and {why}: name the file")
-
-
-def _key_path(frontend: KnownFrontend) -> str:
-    """Return the absolute path of its key file, which is relative to where it runs."""
-    return str(Path(f"/proc/{frontend.pid}/cwd").resolve() / frontend.key_file)
 
 
 def _check_name(name: str, action: str) -> None:

@@ -193,7 +193,7 @@ def _progress(workers: Sequence[WorkerStatus]) -> str:
 
 async def _are_listed(document: Document, models: Collection[str]) -> bool:
     """Whether each frontend serves all ``models``."""
-    addresses = [one.address for one in frontends_in(document) if one.address is not None]
+    addresses = [address for one in frontends_in(document) if (address := one.listens.address)]
     for address in addresses:
         found = await probe(address)
         if found is None or not set(found.models).issuperset(models):

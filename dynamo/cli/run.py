@@ -186,7 +186,7 @@ def _check_beside(
             f"{overrides[0].text} would change namespace {document.namespace!r}, which is running: "
             f"leave it out, and change its graph with dynamo reload; or, {apart}"
         )
-    for address in filter(None, (one.address for one in frontends_in(document))):
+    for address in filter(None, (one.listens.address for one in frontends_in(document))):
         for field, value in (("http_host", address.host), ("http_port", address.port)):
             if field in settings.given and getattr(settings, field) != value:
                 raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any
 
 from dynamo.cli.background import detach
 from dynamo.cli.console import Console, ConsoleLog
-from dynamo.config import environ, from_env, load_known
+from dynamo.config import from_env, load_known
 from dynamo.config.check import did_you_mean
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -35,7 +35,6 @@ from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_port
 from dynamo.serve.state.events import BoxEventLog
-from dynamo.serve.state.frontends import frontend_address
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.guard import hold_signals, run_guarded
@@ -149,9 +148,7 @@ def parsed(source: GraphSource, namespace: str | None) -> Graph:
 def _check_ports(specs: Sequence[WatcherSpec], settings: ServeSettings) -> None:
     """Raise ConfigError if another program listens where a frontend should."""
     for spec in specs:
-        if spec.is_frontend:
-            address = frontend_address(spec.options, {**environ(), **spec.env})
-            check_port(spec, address, settings.port_flag)
+        check_port(spec, settings.port_flag)
 
 
 def dry_run(

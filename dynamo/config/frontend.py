@@ -10,6 +10,7 @@ from typing import ClassVar
 from dynamo.config.absent import FRONTEND, AbsentFlag
 from dynamo.config.option import option
 from dynamo.errors import ConfigError, shorten
+from dynamo.prometheus_names import name_prefix
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,30}://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 _DEFAULT_PORT = re.compile(r"(?<=^http:)(//.+):80$|(?<=^https:)(//.+):443$")
@@ -80,7 +81,7 @@ class FrontendSettings:
         help="serve only models of namespaces that start with this",
     )
     metrics_prefix: str = option(
-        "dynamo_frontend",
+        name_prefix.FRONTEND,
         "--metrics-prefix",
         env="DYN_METRICS_PREFIX",
         help="first part of the names of the frontend's metrics",

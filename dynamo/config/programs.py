@@ -270,6 +270,11 @@ ENGINES = {
 """By name; of several that can serve a model the first is chosen, after one that is best for it."""
 
 
+def module_of(argv: Sequence[str]) -> str:
+    """Return the Python module that ``argv`` runs, ``python -m module …``; "" for others."""
+    return argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
+
+
 def settings_groups(module: str | None) -> tuple[type[Any], ...]:
     """Return the classes of the options of ``module``; () for other programs."""
     program = PROGRAMS.get(module or "")

@@ -128,7 +128,7 @@ def read_counts(frontend: KnownFrontend) -> FrontendCounts | None:
     try:
         status, body = get(frontend, None, "/metrics")
         if status == 200:
-            return parse_counts(body, frontend.prefix, frontend.pid)
+            return parse_counts(body, frontend.listens.metrics_prefix, frontend.pid)
     except (OSError, ValueError):
         pass
     return None

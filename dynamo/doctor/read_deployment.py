@@ -26,11 +26,11 @@ from dynamo.http.tls import unverified_context
 from dynamo.observability.metrics_page import samples
 from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
-from dynamo.serve.gpus.engine_gpus import EngineFlags, engine_flags
+from dynamo.serve.graph.engine_gpus import engine_flags
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.graph.service import Service
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import FrontendAddress
 from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
 from dynamo.serve.state.registered import stored_records
 from dynamo.serve.state.statefile import Statefile
@@ -73,7 +73,7 @@ def graph_needs(
         with contextlib.suppress(ConfigError):  # reported by `prepare`
             flags = engine_flags(service.all_words, directory)
             shards = max(shards, flags.shards)
-            cpu_share += service.workers * _cpu_share(service, flags)
+            cpu_share += service.workers * flags.memory_share(service.program)
     return GraphNeeds(
         processes=sum(service.workers for service in services),
         files=max((f.settings.max_connections for f in frontends), default=4096) + 256,
@@ -85,16 +85,6 @@ def graph_needs(
         downloads=any(_downloads(service, directory) for service in services),
         cpu_share=cpu_share,
     )
-
-
-def _cpu_share(service: Service, flags: EngineFlags) -> float:
-    if "kv-cache-memory-bytes" in flags.values:
-        return 0.0
-    given = flags.values.get("gpu-memory-utilization", memory_share(service.program))
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        return 0.0  # the engine reports it
 
 
 def _downloads(service: Service, directory: Path) -> bool:

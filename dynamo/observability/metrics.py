@@ -31,8 +31,8 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.samples import Sample
 
 from dynamo._fast.histogram import Histogram
+from dynamo.prometheus_names import name_prefix
 
-DEFAULT_FRONTEND_PREFIX = "dynamo_frontend"
 _PART = 500  # samples, in about 1 ms
 # Buckets of the frontend that the router's histograms share.
 ISL_BUCKETS = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
@@ -223,8 +223,8 @@ class MetricSpec(Generic[C]):
 
     def named(self, prefix: str) -> str:
         """The full name where ``--metrics-prefix`` is ``prefix``."""
-        if self.name.startswith(DEFAULT_FRONTEND_PREFIX + "_"):
-            return prefix + self.name[len(DEFAULT_FRONTEND_PREFIX) :]
+        if self.name.startswith(name_prefix.FRONTEND + "_"):
+            return prefix + self.name[len(name_prefix.FRONTEND) :]
         return self.name
 
 
@@ -350,7 +350,7 @@ class Registry:
         ProcessCollector(registry=self._process)
         GCCollector(registry=self._process)
 
-    def family(self, spec: MetricSpec[C], prefix: str = DEFAULT_FRONTEND_PREFIX) -> Family[C]:
+    def family(self, spec: MetricSpec[C], prefix: str = name_prefix.FRONTEND) -> Family[C]:
         """The family of ``spec``, made on first use."""
         name = spec.named(prefix)
         family = self._families.get(name)

@@ -22,10 +22,10 @@ from dynamo.operations.steps.sleeping import (
     wake_worker,
 )
 from dynamo.operations.steps.starting import WorkerStart
-from dynamo.serve.gpus.room import group_rivals, sleeper_to_wake
 from dynamo.serve.state.document import LOAD, SLEEP, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved
+from dynamo.serve.state.room import group_rivals, sleeper_to_wake
 
 Worker = tuple[ServiceEntries, Entry]
 _BEGUN = {WAKE: "is being woken", SLEEP: "falls asleep first"}

@@ -45,7 +45,6 @@ from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.entries import program_of
 from dynamo.serve.state.statefile import Statefile
 
 _ID = re.compile(r"[0-9a-f]{1,16}")
@@ -99,7 +98,7 @@ def no_planner(settings: RuntimeSettings) -> DynamoError:
     One of the graph may be starting, or hang.
     """
     entries = _document(settings).components.values()
-    name = next((one.name for one in entries if program_of(one) == PLANNER_PROGRAM), "")
+    name = next((one.name for one in entries if one.program == PLANNER_PROGRAM), "")
     if name:
         return Unavailable(
             f"{name} does not answer: it is starting, hangs, or was stopped; "

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from dynamo.errors import InvalidArgument, as_argument
 from dynamo.operations.steps.limits import ActionFailed
+from dynamo.serve.graph.facts import DECODE, ServiceFacts
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, read_services, service_config
+from dynamo.serve.state.entries import ServiceEntries, facts_of, read_services
 from dynamo.serve.state.process_table import is_reserved
 
 
@@ -98,8 +99,7 @@ def _owner(
     return ServiceEntries(
         name=target.service,
         base=entry.name,
-        model=model,
-        is_prefill=False,
+        facts=ServiceFacts(program=entry.program, model=model, pool=DECODE),
         gpus=len(entry.gpus),
         template=entry,
         entries=(entry,),
@@ -122,8 +122,8 @@ def find_model(
         for name in names or {service.model}:
             models.setdefault(str(name), []).append(service)
     if model not in models:
-        config = service_config(document)  # without a service that is being removed
-        entries = [e for e in document.components.values() if e.service in config]
+        graph = facts_of(document)  # without a service that is being removed
+        entries = [e for e in document.components.values() if e.service in graph]
         own = next((e.service for e in entries if registered(e) == model), "")
         if own and model:
             raise InvalidArgument(

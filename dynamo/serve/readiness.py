@@ -14,8 +14,8 @@ import msgspec
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.graph.watchers import WatcherSpec
-from dynamo.serve.state.frontends import FrontendAddress
 
 _PORTS_TRIED = 50
 _POLL_INTERVAL_S = 0.03
@@ -55,11 +55,14 @@ def check_free(address: FrontendAddress) -> None:
                 raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
 
 
-def check_port(spec: WatcherSpec, address: FrontendAddress, flag: str = "") -> None:
+def check_port(spec: WatcherSpec, flag: str = "") -> None:
     """Raise ConfigError, which names a free port, if the frontend ``spec`` cannot listen there.
 
     ``flag`` is that of the command for the port; without it, that of the graph is named.
     """
+    address = spec.address
+    if address is None:
+        return
     try:
         check_free(address)
     except ConfigError as error:

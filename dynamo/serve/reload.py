@@ -14,7 +14,6 @@ from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.runtime.process.threads import in_file_thread
-from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.graph.changes import (
     GraphChanges,
     GraphEdit,
@@ -28,13 +27,14 @@ from dynamo.serve.graph.changes import (
 from dynamo.serve.graph.graph import read_text
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_port
-from dynamo.serve.state.document import DRAINING
+from dynamo.serve.state.document import ASLEEP, DRAINING
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.supervision.arbiter import SupervisingArbiter, error_reply
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.rolling import RollingRestart
 from dynamo.serve.supervision.supervised import SupervisedWatcher
-from dynamo.serve.supervision.watcher_factory import WatcherFactory, address_of
+from dynamo.serve.supervision.watcher_factory import WatcherFactory
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class GraphReload:
         running = self._running()
         planned, specs = self._planned(), self._factory.specs
         added = added_workers(running, planned)
-        wanted = [*plan.specs, *follow(added, (*plan.specs, *plan.templates))]
+        wanted = [*plan.specs, *follow(added, plan.all_specs)]
         started = [
             spec
             for spec in self._factory.plan.specs
@@ -181,7 +181,9 @@ class GraphReload:
         ]
         wanted = without_removed(wanted, started, running)
         found = compare(running, wanted, {*added, *(spec.name for spec in planned)})
-        return without_awakening(found, self._record.states())
+        states = self._record.states()
+        asleep, draining = ([n for n in states if states[n] == s] for s in (ASLEEP, DRAINING))
+        return without_awakening(found, asleep, draining)
 
     def _settings(self, plan: DeploymentPlan, changes: GraphChanges) -> list[str]:
         """Return the lines of services that change without a process."""
@@ -203,7 +205,7 @@ class GraphReload:
     def _not_done(self, before: Sequence[WatcherSpec]) -> _Left:
         """Return what a change left undone: ``before`` it these watchers were planned."""
         plan, running = self._factory.plan, self._running()
-        names = {spec.name for spec in (*plan.specs, *plan.templates)}
+        names = {spec.name for spec in plan.all_specs}
         return _Left(
             to_add=frozenset(spec.name for spec in plan.specs) - running.keys(),
             to_remove=[spec for spec in before if spec.name not in names],
@@ -218,11 +220,10 @@ class GraphReload:
 
     def _check_ports(self, changes: GraphChanges) -> None:
         """Raise ConfigError if another program has the port of a frontend."""
-        ours = {address_of(spec) for spec in self._factory.specs.values()}
+        ours = {spec.address for spec in self._factory.specs.values()}
         for spec in (*changes.changed, *changes.added):
-            address = address_of(spec)
-            if address is not None and address not in ours:
-                check_port(spec, address)
+            if spec.address not in ours:
+                check_port(spec)
 
     async def _apply(self, plan: DeploymentPlan, changes: GraphChanges, wait: bool) -> str:
         stopped = [spec for spec in changes.changed if self._is_stopped(spec)]

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
-from dynamo.config import environ
 from dynamo.config.programs import PLANNER
 from dynamo.observability.logs import counted
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import FrontendHealth, wait_until_ready
-from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 from dynamo.serve.state.registered import Leases
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.output import Announcer
@@ -76,7 +75,8 @@ class StartupReport:
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec]) -> str:
         urls: list[str] = []
         for spec in frontends:
-            address = frontend_address(spec.options, {**environ(), **spec.env})
+            address = spec.address
+            assert address is not None  # a plan has none without
             is_ours = partial(self._listens, spec.name, address.port)
             if urls:  # a further frontend may serve only some of the workers, so one is enough
                 await wait_until_ready(address, lambda: min(self._workers(), 1), is_ours)

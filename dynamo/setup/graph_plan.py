@@ -14,7 +14,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.paths import expanded, planned_socket_path, state_path, store_path
-from dynamo.serve.gpus.engine_gpus import (
+from dynamo.serve.gpus.gpus import NO_DRIVER, Gpu, Inventory, inventory_of
+from dynamo.serve.graph.engine_gpus import (
     EngineFlags,
     EngineMemory,
     MemoryRanks,
@@ -22,7 +23,6 @@ from dynamo.serve.gpus.engine_gpus import (
     memory_warnings,
     with_engine_gpus,
 )
-from dynamo.serve.gpus.gpus import NO_DRIVER, Gpu, Inventory, inventory_of
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override
 from dynamo.serve.graph.service import Service
@@ -30,12 +30,12 @@ from dynamo.serve.graph.watchers import (
     DRAIN_TIMEOUTS,
     DeploymentPlan,
     WatcherSpec,
+    graph_facts,
     pin,
     place,
     plan,
 )
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import frontend_address
 from dynamo.serve.state.process_table import ledger_of, runs_here
 from dynamo.serve.state.statefile import Statefile
 from dynamo.setup.model_checks import model_warnings
@@ -126,14 +126,8 @@ def _needs(graph: Graph, specs: Sequence[WatcherSpec]) -> Mapping[str, EngineMem
 
 def _memory(service: Service, directory: Path) -> EngineMemory:
     flags = engine_flags(service.all_words, directory)
-    given = flags.values.get("gpu-memory-utilization", memory_share(service.program))
-    try:
-        share = float(given)
-    except (TypeError, ValueError):
-        share = 0.0  # the engine reports it
-    if "kv-cache-memory-bytes" in flags.values:  # replaces the share
-        share = 0.0
-    return EngineMemory(_weights_bytes(flags, directory) // flags.shards, share)
+    weights_bytes = _weights_bytes(flags, directory) // flags.shards
+    return EngineMemory(weights_bytes, flags.memory_share(service.program))
 
 
 def _weights_bytes(flags: EngineFlags, directory: Path) -> int:
@@ -205,6 +199,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         pubsub_endpoint=events,
         warnings=(*placement.warnings, *model_warnings(graph)),
         templates=[spec for spec in placement.specs if not spec.starts],
+        services=graph_facts(graph, str(here)),
     )
 
 
@@ -238,8 +233,10 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
                 f"{spec.name} has discovery backend mem, which is private to a process: the other "
                 "services cannot find it. Unset DYN_DISCOVERY_BACKEND, or set it to file or etcd"
             )
-        if spec.is_frontend:
-            url = frontend_address(spec.options, {**environ(), **spec.env}).url
+        if spec.listens is not None and spec.listens.problem:
+            raise ConfigError(spec.listens.problem)
+        if spec.is_frontend and spec.address is not None:
+            url = spec.address.url
             if url in listening:
                 raise ConfigError(
                     f"{graph.source}: {listening[url]} and {spec.name} would both listen on {url}; "

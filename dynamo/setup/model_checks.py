@@ -4,12 +4,13 @@ the directories that name models."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from dynamo.config.programs import ATTACH, MODEL_PROGRAMS, PLANNER
 from dynamo.errors import ConfigError
+from dynamo.serve.graph.command import model_name
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import MODEL_KEYS, SCALING_KEYS, Service
-from dynamo.serve.state.entries import model_name
 
 
 def model_problems(graph: Graph) -> Iterator[str]:
@@ -61,7 +62,8 @@ def _models(graph: Graph) -> Mapping[str, Sequence[Service]]:
 
 
 def _model(service: Service) -> str:
-    return model_name(("python", "-m", service.program or "", *service.command, *service.flags))
+    argv = ("python", "-m", service.program or "", *service.command, *service.flags)
+    return model_name(argv, Path())
 
 
 def _place(service: Service) -> str:

@@ -18,7 +18,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.entries import ServiceEntries, read_services, service_config
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.registered import RegisteredWorker
 
 _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
@@ -253,8 +253,9 @@ def _idle_timeouts_s(
     asked_at = dict.fromkeys(timeouts_s, 0.0)
     for service in services.values():
         if service.model in timeouts_s:
-            if service.model_args.idle_timeout is not None:
-                timeouts_s[service.model] = service.model_args.idle_timeout
+            idle_timeout_s = service.facts.model_args.idle_timeout
+            if idle_timeout_s is not None:
+                timeouts_s[service.model] = idle_timeout_s
             asked_at[service.model] = max(asked_at[service.model], service.asked_at)
     return {
         model: (seconds, seen.at_s - asked_at[model])
@@ -276,14 +277,13 @@ def _idle_until_s(
 def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int]:
     """Return the workers that the planner wants of each model; without one, those of the graph,
     and those that were added by hand."""
-    config = service_config(seen.document)
     planned = _planned(seen)
     found: dict[str, int] = {}
     for service in read_services(seen.document).values():
         model = _served_name(service.name, service.model, workers)
-        number = planned.get((model, "prefill" if service.is_prefill else "decode"))
+        number = planned.get((model, service.facts.pool))
         if number is None:
-            number = max(_in_graph(config.get(service.name)), _kept(service.name, workers))
+            number = max(service.facts.workers, _kept(service.name, workers))
         found[model] = found.get(model, 0) + number
     return found
 
@@ -298,12 +298,6 @@ def _planned(seen: BoxSighting) -> dict[tuple[str, str], int]:
         for model in planner.models
         for pool, number in model.wanted.items()
     }
-
-
-def _in_graph(service: object) -> int:
-    args = service.get("ServiceArgs") if isinstance(service, Mapping) else None
-    number = args.get("workers", 1) if isinstance(args, Mapping) else 1
-    return number if isinstance(number, int) else 1
 
 
 def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:

@@ -26,12 +26,12 @@ from dynamo.protocols.status import (
 from dynamo.runtime.process.os_process import listening_users
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
 from dynamo.runtime.process.stop_order import STOP_STAGE
-from dynamo.serve.gpus.room import load_effects
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.entries import program_of
-from dynamo.serve.state.frontends import FrontendAddress, KnownFrontend, frontends_in, local_key
+from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
+from dynamo.serve.state.room import load_effects
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import STATUS_SOCKET, ask, hang_of
 from dynamo.status.gpus import devices_of, read_gpus
@@ -89,28 +89,27 @@ def ask_frontends(
     answer of this process, if it is one of them.
     """
     for frontend in frontends_in(document):
-        key = local_key(runtime) if frontend.has_keys and api_key is None else api_key
+        key = local_key(runtime) if frontend.listens.api_key_file and api_key is None else api_key
         yield _ask(frontend, key, own if os.getpid() in frontend.entry.pids else None)
 
 
 def get(frontend: KnownFrontend, api_key: str | None, path: str) -> tuple[int, bytes]:
     """GET ``path`` of a frontend that runs; return status and body. Raises OSError, ValueError."""
-    address = frontend.address
+    listens = frontend.listens
+    address = listens.address
     if address is None or not frontend.pid:
-        raise ValueError(frontend.problem or "its process does not run")
-    tls = None
-    if address.tls:
-        tls = trusting(Path(f"/proc/{frontend.pid}/cwd") / frontend.cert_path, frontend.cert_path)
+        raise ValueError(listens.problem or "its process does not run")
+    tls = trusting(Path(listens.tls_cert_path)) if listens.has_tls else None
     return _get(address, tls, api_key, path)
 
 
 def _ask(
     frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | None
 ) -> FrontendSighting:
-    name, address, pid = frontend.entry.name, frontend.address, frontend.pid
+    name, address = frontend.entry.name, frontend.listens.address
     if address is None:
-        return FrontendSighting(name=name, url="", state="down", problem=frontend.problem)
-    if not pid:
+        return FrontendSighting(name=name, url="", state="down", problem=frontend.listens.problem)
+    if not frontend.pid:
         text = "its process does not run"
         return FrontendSighting(name=name, url=address.url, state="down", problem=text)
     if own is not None:
@@ -175,7 +174,7 @@ def _get(
     return int(words[1]), body
 
 
-def trusting(cert: Path, named: str) -> Callable[[socket.socket], socket.socket]:
+def trusting(cert: Path) -> Callable[[socket.socket], socket.socket]:
     """Return what begins TLS with the owner of the certificate ``cert``, and no other server."""
 
     def begin(plain: socket.socket) -> socket.socket:
@@ -189,7 +188,7 @@ def trusting(cert: Path, named: str) -> Callable[[socket.socket], socket.socket]
         except OSError as error:  # ssl.SSLError is one
             damaged = isinstance(error, ssl.SSLError)
             reason = "no PEM certificate in it" if damaged else error.strerror
-            raise UnreadableCertificate(f"its --tls-cert-path {named}: {reason}") from None
+            raise UnreadableCertificate(f"its --tls-cert-path {cert}: {reason}") from None
         return context.wrap_socket(plain)
 
     return begin
@@ -261,7 +260,7 @@ class BoxReader:
             stopping=(self._run_dir / STOP_STAGE).exists(),
         )
         processes = worker_statuses(seen)
-        others = {one.name for one in entries if program_of(one) in OTHER_PROGRAMS}
+        others = {one.name for one in entries if one.program in OTHER_PROGRAMS}
         workers = tuple(one for one in processes if one.name not in others)
         answers = [one.status for one in seen.frontends if one.status is not None]
         # A frontend asks often, on behalf of its page: it only looks.

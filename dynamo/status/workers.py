@@ -17,7 +17,7 @@ from dynamo.serve.state.document import (
     Entry,
     Supervision,
 )
-from dynamo.serve.state.entries import ServiceEntries, program_of, read_services
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.status.gpus import vram_by_worker
 from dynamo.status.logs import progress_in
 from dynamo.status.models import BoxSighting, worker_figures
@@ -93,7 +93,7 @@ class _Process:
             state=state,
             worker=worker,
             model=registered_model or (service.model if service else ""),
-            pool=("prefill" if service.is_prefill else "decode") if service else "",
+            pool=service.facts.pool if service else "",
             pids=self.alive,
             gpus=self.entry.gpus,
             vram_bytes=vram,
@@ -137,9 +137,9 @@ class _Process:
         return "stopped" if stopped else "loading"
 
     def _living_state(self) -> str:
-        if program_of(self.entry) == FRONTEND:
+        if self.entry.program == FRONTEND:
             return self._frontend_state()
-        if self.service is None and program_of(self.entry) not in MODEL_PROGRAMS:
+        if self.service is None and self.entry.program not in MODEL_PROGRAMS:
             # Of a program that registers no model nothing more is known.
             return "failed" if self.silent else "ready"
         if self.seen.uses_files:

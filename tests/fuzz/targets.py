@@ -368,9 +368,9 @@ def circus_replies() -> Target:
 
 def statefiles() -> Target:
     """Statefiles: what is read is written again the same, and its GPUs and services are read."""
-    from dynamo.serve.gpus.gpus import GpuLedger
     from dynamo.serve.state.document import Document
     from dynamo.serve.state.entries import read_services
+    from dynamo.serve.state.ledger import GpuLedger
 
     def check(data: bytes) -> None:
         try:

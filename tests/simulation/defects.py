@@ -112,7 +112,7 @@ DEFECTS = (
     ),
     Defect(
         "gpus-of-a-waking-worker",
-        "dynamo.serve.gpus.gpus",
+        "dynamo.serve.state.ledger",
         "(entry.asleep and entry.reserved_by is None)",
         "entry.asleep",
         "A worker that wakes holds no GPU yet: another takes it in the same moment.",

@@ -11,13 +11,11 @@ from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.graph.service import ModelArgs, merged
-from dynamo.serve.state.entries import ServiceEntries, argv_flags, model_name, read_services
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.statefile import Statefile
 
 _POLL_S = 2.0
 """Where changes of the statefile are not reported, and until a model's last worker has left."""
-_ADAPTERS = {"lora-modules", "enable-lora"}
-"""Flags of a worker that registers adapters."""
 log = logging.getLogger(__name__)
 
 
@@ -80,7 +78,7 @@ class GraphModels:
     def read(self, services: Mapping[str, ServiceEntries]) -> None:
         """Take the services of the statefile as it is now."""
         self._stated = {name: service.model for name, service in services.items()}
-        has_others = any(_has_others(service.template.argv) for service in services.values())
+        has_others = any(service.facts.further_models for service in services.values())
         self.names = sorted({*self._stated.values()}) if self._is_alone and not has_others else []
         self._leases = {
             entry.lease: name
@@ -90,7 +88,9 @@ class GraphModels:
         }
         models = {service.model for service in services.values()}
         args = {
-            model: merged(one.model_args for one in services.values() if one.model == model)
+            model: merged(
+                service.facts.model_args for service in services.values() if service.model == model
+            )
             for model in models
         }
         if args != self.args:
@@ -157,10 +157,3 @@ class GraphModels:
         if document is None:
             raise FileNotFoundError(self._statefile.path)
         return read_services(document)
-
-
-def _has_others(argv: tuple[str, ...]) -> bool:
-    """Whether a worker of this command may register models that the command does not name."""
-    flags = argv_flags(argv)
-    several = "," in flags.get("served-model-name", "")
-    return several or not model_name(argv) or bool(flags.keys() & _ADAPTERS)

@@ -15,7 +15,6 @@ from dynamo._fast.histogram import Histogram
 from dynamo.frontend.prompt.preprocessor import PromptMetrics
 from dynamo.frontend.requests.recent import WORKER_WAIT, RecentRequests
 from dynamo.observability.metrics import (
-    DEFAULT_FRONTEND_PREFIX,
     ISL_BUCKETS,
     OSL_BUCKETS,
     TTFT_BUCKETS,
@@ -28,6 +27,7 @@ from dynamo.observability.metrics import (
     gauge,
     histogram,
 )
+from dynamo.prometheus_names import name_prefix
 from dynamo.protocols.control import ModelCard
 
 UNKNOWN_MODEL = "unknown_model"
@@ -275,7 +275,7 @@ class FrontendMetrics:
     ``recent`` has the requests that ended last.
     """
 
-    def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
+    def __init__(self, registry: Registry, prefix: str = name_prefix.FRONTEND) -> None:
         self.registry = registry
         self.prefix = prefix
         self.recent = RecentRequests()

@@ -139,7 +139,8 @@ class PeerRequests:
 
     def _get(self, frontend: KnownFrontend, path: str) -> tuple[int, bytes]:
         # The operator's key of the page is not ours to send.
-        return get(frontend, local_key(self._runtime) if frontend.has_keys else None, path)
+        key = local_key(self._runtime) if frontend.listens.api_key_file else None
+        return get(frontend, key, path)
 
     def _peers(self) -> Iterator[KnownFrontend]:
         try:

@@ -36,11 +36,11 @@ from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.room import crowded_gpus
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import ledger_of, runs_here
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
+from dynamo.serve.state.room import crowded_gpus
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import check_answers
 from dynamo.status.logs import last_line

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Self
 
 from dynamo.errors import DynamoError
 from dynamo.observability.logs import counted
-from dynamo.serve.gpus.gpus import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import ServiceEntries
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.process_table import is_reserved, reservation
 
 if TYPE_CHECKING:

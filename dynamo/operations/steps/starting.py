@@ -11,12 +11,12 @@ from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
-from dynamo.serve.gpus.engine_gpus import MemoryRanks
-from dynamo.serve.gpus.gpus import GpuLedger
-from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
+from dynamo.serve.graph.engine_gpus import MemoryRanks
 from dynamo.serve.state.document import DRAINING, LOAD, Document
 from dynamo.serve.state.entries import next_name, release
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.process_table import ledger_of, reservation
+from dynamo.serve.state.room import free_gpus, in_the_way
 
 _UNDO_TIMEOUT_S = 60.0
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ class WorkerStart:
         access = self._access
         document = access.document()
         service = access.service(document, self._service)
-        share = reserved_share(service.template.argv)
+        share = service.facts.memory_share
         free = free_gpus(ledger_of(document))
         self._avoid = await without_room(free, share, access.devices)
         if service.gpus and len(free) > 1:

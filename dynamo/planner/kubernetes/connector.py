@@ -50,7 +50,7 @@ from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.state.frontends import FrontendAddress
+from dynamo.serve.graph.facts import FrontendAddress
 
 _CONFLICTS = 20
 _UNDO_S = 10.0

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
 from dynamo.planner.policies.base import DECODE, PREFILL
-from dynamo.serve.state.frontends import FrontendAddress
+from dynamo.prometheus_names import name_prefix
+from dynamo.serve.graph.facts import FrontendAddress
 
 Manifest = Mapping[str, Any]
 """An object of the API server, as JSON."""
@@ -80,7 +80,7 @@ def frontend_prefixes(deployment: Manifest) -> dict[str, str]:
     name = deployment["metadata"]["name"]
     return {
         f"{name}-{service.lower()}": _variables(deployment, spec).get("DYN_METRICS_PREFIX")
-        or DEFAULT_FRONTEND_PREFIX
+        or name_prefix.FRONTEND
         for service, spec in _services(deployment).items()
         if spec.get("componentType") == "frontend"
     }

@@ -40,15 +40,14 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
 from dynamo.planner.sharing.sharing import GpuRoom
-from dynamo.serve.gpus.room import sleeper_to_wake
 from dynamo.serve.state.document import STOPPED as STOPPED_BY_COMMAND
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of
 from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.room import sleeper_to_wake
 from dynamo.serve.state.statefile import Statefile
 
 log = logging.getLogger(__name__)
@@ -80,6 +79,7 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
     A stopped watcher, by command or after too many deaths, has no worker. Whether it holds its
     GPUs is in the ledger.
     """
+    facts = service.facts
     workers = tuple(worker for entry in service.entries for worker in _workers(entry, sighting))
     models = (
         sighting.registered[pid].model
@@ -90,17 +90,17 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
     return ScaledService(
         name=service.name,
         model=next((model for model in models if model), service.model),
-        pool=PREFILL if service.is_prefill else DECODE,
+        pool=facts.pool,
         gpus_per_worker=limits.worker_gpus(service.gpus, service.is_prefill),
         workers=workers,
         assigned=service.gpus,
-        minimum=service.minimum,
-        maximum=service.maximum,
-        priority=service.priority,
-        idle_timeout_s=service.model_args.idle_timeout,
+        minimum=facts.minimum,
+        maximum=facts.maximum,
+        priority=facts.priority,
+        idle_timeout_s=facts.model_args.idle_timeout,
         asked_at=service.asked_at,
-        groups=service.model_args.group,
-        relayed=ATTACH in service.template.argv[:3],
+        groups=facts.model_args.group,
+        relayed=facts.program == ATTACH,
         stopped="" if workers else _stopped(service, sighting),
     )
 

@@ -32,8 +32,9 @@ from dynamo.protocols.kv import (
     PrefillQueueState,
 )
 from dynamo.runtime.process.threads import in_file_thread
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import FrontendAddress, frontends_in
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 
 if TYPE_CHECKING:
@@ -309,8 +310,11 @@ def frontends_of(statefile: Statefile) -> Frontends:
     async def find() -> Mapping[str, tuple[FrontendAddress, str]]:
         document = await in_file_thread(statefile.read)
         known = frontends_in(document or Document())
-        running = ((one.address, one.prefix) for one in known if one.runs and one.address)
-        return {address.url: (address, prefix) for address, prefix in running}
+        return {
+            address.url: (address, one.listens.metrics_prefix)
+            for one in known
+            if one.runs and (address := one.listens.address)
+        }
 
     return find
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
 from dynamo.planner.policies.base import Traffic
+from dynamo.prometheus_names import name_prefix
 
 Counts = dict[str, float]
 """Values by the name of the metric without its prefix."""
@@ -51,7 +51,7 @@ class FrontendPage:
     models: Mapping[str, Counts]
 
 
-def read_page(text: str, prefix: str = DEFAULT_FRONTEND_PREFIX) -> FrontendPage:
+def read_page(text: str, prefix: str = name_prefix.FRONTEND) -> FrontendPage:
     """Read a page of a frontend whose metrics begin with ``prefix``. ValueError: it is not one."""
     names = {f"{prefix}_{name}": name for name in _NAMES}
     models: dict[str, Counts] = {}

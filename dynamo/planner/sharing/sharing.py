@@ -26,7 +26,8 @@ from typing import TypeAlias
 
 from dynamo.errors import ConfigError
 from dynamo.observability.logs import counted
-from dynamo.serve.gpus.gpus import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.state.ledger import GpuLedger
 
 _YIELD_SHARE = 10
 """A model without requests for this part of its load time makes room for others."""

@@ -23,7 +23,6 @@ from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.graph.graph import parse_yaml, read_text
 from dynamo.serve.graph.watchers import WatcherSpec, added_env, with_gpus
-from dynamo.serve.state.document import ASLEEP, DRAINING
 
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
 """The GPUs that were assigned, and the whole graph, which changes with every service."""
@@ -163,19 +162,19 @@ def without_removed(
     ]
 
 
-def without_awakening(changes: GraphChanges, states: Mapping[str, str]) -> GraphChanges:
-    """Start no process in place of a worker that sleeps or drains, by its state in the statefile.
+def without_awakening(
+    changes: GraphChanges, asleep: Collection[str], draining: Collection[str]
+) -> GraphChanges:
+    """Start no process in place of a worker that sleeps or drains.
 
     One that sleeps is removed: woken, its process would serve the old definition.
     """
-    changed = {spec.name: spec for spec in changes.changed}
-    asleep = [name for name in changed if states.get(name) == ASLEEP]
-    draining = [changed[name] for name in changed if states.get(name) == DRAINING]
+    changed = changes.changed
     return replace(
         changes,
-        changed=[s for s in changes.changed if s.name not in asleep and s not in draining],
-        kept=[*changes.kept, *draining],
-        removed=[*changes.removed, *asleep],
+        changed=[s for s in changed if s.name not in asleep and s.name not in draining],
+        kept=[*changes.kept, *(spec for spec in changed if spec.name in draining)],
+        removed=[*changes.removed, *(spec.name for spec in changed if spec.name in asleep)],
     )
 
 

@@ -1,6 +1,6 @@
 """The circus watchers of a graph: one per process, with its command, environment and GPUs.
 
-Pure. A command is a list of words, never a string; variables are in ``env``, not in the command.
+A command is a list of words, never a string; variables are in ``env``, not in the command.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo.config.programs import FRONTEND, PROGRAMS
+from dynamo.config import environ
+from dynamo.config.programs import FRONTEND, PROGRAMS, module_of
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Gpu, Inventory, inventory_of
+from dynamo.serve.graph.command import listen_facts, service_args, service_facts
+from dynamo.serve.graph.facts import FrontendAddress, ListenFacts, ServiceFacts
 from dynamo.serve.graph.service import PYTHON, Service, serves_model, watcher_name
 
 if TYPE_CHECKING:
-    from dynamo.serve.gpus.engine_gpus import MemoryRanks
+    from dynamo.serve.graph.engine_gpus import MemoryRanks
     from dynamo.serve.graph.graph import Graph
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -41,6 +44,7 @@ class WatcherSpec:
     after all processes of the previous one have exited. ``index`` counts the watchers of a service.
     One that does not ``starts`` is the template of a service with 0 workers. ``pinned``: its
     service's ``envs`` name its ``gpus``; it is never moved, and its owner shares them out.
+    ``listens`` says where, for the program ``dynamo.frontend``.
     """
 
     name: str
@@ -58,11 +62,17 @@ class WatcherSpec:
     starts: bool = True
     declares_model: bool = False
     pinned: bool = False
+    listens: ListenFacts | None = None
 
     @property
     def program(self) -> str:
         """The Python module that runs; "" for another program."""
-        return self.argv[2] if self.argv[1:2] == ("-m",) and len(self.argv) > 2 else ""
+        return module_of(self.argv)
+
+    @property
+    def address(self) -> FrontendAddress | None:
+        """Where a frontend listens; None for other programs, and without a fixed port."""
+        return self.listens.address if self.listens is not None else None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -91,6 +101,7 @@ class DeploymentPlan:
     """All decisions made before the first process starts.
 
     ``templates`` are those of the services with 0 workers, which the planner starts on demand.
+    ``services`` has the facts of all services, in the order of the graph.
     """
 
     namespace: str
@@ -101,6 +112,12 @@ class DeploymentPlan:
     pubsub_endpoint: str
     warnings: Sequence[str] = ()
     templates: Sequence[WatcherSpec] = ()
+    services: Mapping[str, ServiceFacts] = field(default_factory=dict)
+
+    @property
+    def all_specs(self) -> Sequence[WatcherSpec]:
+        """The specs and the templates."""
+        return (*self.specs, *self.templates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +170,13 @@ def plan(
             taken[name.lower()] = service.name
             timeout_s = _graceful(service, graceful_timeout_s)
             own = {"DYN_WATCHER_NAME": name, **_with_own_port(service.envs, index)}
+            argv, variables = _argv(service, python), {**drain_env(timeout_s), **common, **own}
             specs.append(
                 WatcherSpec(
                     name=name,
                     service=service.name,
-                    argv=_argv(service, python),
-                    env={**drain_env(timeout_s), **common, **own},
+                    argv=argv,
+                    env=variables,
                     working_dir=working_dir,
                     graceful_timeout_s=timeout_s,
                     gpu=service.gpu or 0.0,
@@ -168,9 +186,26 @@ def plan(
                     index=index,
                     starts=not template,
                     declares_model=service.declares_model,
+                    listens=_listens(argv, variables, working_dir),
                 )
             )
     return specs
+
+
+def graph_facts(graph: Graph, working_dir: str) -> dict[str, ServiceFacts]:
+    """Return the facts of the services of ``graph``, by their names."""
+    return {
+        service.name: service_facts(
+            _argv(service, ""), service_args(graph.config, service.name), Path(working_dir)
+        )
+        for service in graph.services
+    }
+
+
+def _listens(argv: Sequence[str], env: Mapping[str, str], directory: str) -> ListenFacts | None:
+    if module_of(argv) != FRONTEND:
+        return None
+    return listen_facts(argv, {**environ(), **env}, directory)  # its process inherits ours
 
 
 def _stop_stage(module: str | None) -> int:
@@ -179,7 +214,10 @@ def _stop_stage(module: str | None) -> int:
 
 
 def plan_added(
-    name: str, argv: Sequence[str], env: Mapping[str, str], planned: Iterable[WatcherSpec]
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    planned: Iterable[WatcherSpec],
 ) -> WatcherSpec:
     """Plan the watcher ``name``, added to a running deployment of the ``planned`` ones.
 
@@ -190,21 +228,22 @@ def plan_added(
     """
     specs = list(planned)
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
-    module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
-    inherited = added_env(base, name) if base else _shared_env(specs)
+    module = module_of(argv)
+    shared = added_env(base, name) if base else _shared_env(specs)
     given, pinned = env.get(_GPUS), base is not None and base.pinned and _GPUS not in env
     if base is not None and not pinned:
-        inherited.pop(_GPUS, None)
+        shared.pop(_GPUS, None)
     gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
     if base is not None and pinned:
         gpus = base.gpus
     shares = base is not None and (pinned or (0 < base.gpu < 1 and len(gpus) == 1))
+    origin, variables = base or specs[0], {**shared, "DYN_WATCHER_NAME": name, **env}
     return replace(
-        base or specs[0],
+        origin,
         name=name,
         service=base.service if base else name,
         argv=tuple(argv),
-        env={**inherited, "DYN_WATCHER_NAME": name, **env},
+        env=variables,
         gpu=base.gpu if base and shares else float(len(gpus)),
         gpus=gpus,
         pinned=pinned,
@@ -212,6 +251,7 @@ def plan_added(
         is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
         declares_model=base is not None and base.declares_model,
+        listens=_listens(argv, variables, origin.working_dir),
     )
 
 

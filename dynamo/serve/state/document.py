@@ -1,18 +1,24 @@
 """The contents of a statefile, with names: deployment, entries, processes. Pure.
 
-The schema is in statefiles/. Each record keeps the keys that it does not have, and values that are
-not of its types, and writes them back: they are of a later version or of another writer.
+The schema is in statefiles/. Keys of a later version or of another writer are kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Any, Self
 
 import msgspec
+
+from dynamo.config.programs import module_of
+from dynamo.protocols.records import NO_KEY, Record
+from dynamo.serve.graph.facts import ListenFacts, ServiceFacts
+from dynamo.serve.graph.service import watcher_name
 
 VERSION = 1
 """The version of the format; a statefile without a version has this one."""
@@ -33,93 +39,12 @@ ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
 """The ``status`` of a supervision."""
 
 
-_NO_KEY = "\uffff"
-"""Begins the encoded name of a field that is not written."""
-
-
-class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON object of the statefile; ``unknown`` are its other keys.
-
-    ``always`` names the fields that are written with their default values, too.
-    """
-
-    always: ClassVar[frozenset[str]] = frozenset()
-    # The name is that of no key, so msgspec's decoder refuses a key that is not a field.
-    unknown: dict[str, Any] = msgspec.field(default_factory=dict, name=_NO_KEY + "unknown")
-
-    @classmethod
-    def of(cls, written: Mapping[str, Any]) -> Self:
-        """Return the record that is ``written``."""
-        record = cls()
-        fields = _fields(cls)
-        for key, value in written.items():
-            try:
-                setattr(record, fields[key].name, _read(fields[key].type, value))
-            except (KeyError, msgspec.ValidationError):
-                record.unknown[key] = value
-        return record
-
-    def written(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        found = {}
-        defaults = _defaults(type(self))
-        for key, field in _fields(type(self)).items():
-            value = getattr(self, field.name)
-            always = field.name in self.always and key not in self.unknown
-            if always or value != defaults[key]:
-                found[key] = _builtins(value)
-        return {**self.unknown, **found}  # a value that is set replaces one of another type
-
-
-@functools.cache
-def _fields(kind: type[Record]) -> dict[str, msgspec.structs.FieldInfo]:
-    fields = msgspec.structs.fields(kind)
-    return {one.encode_name: one for one in fields if not one.encode_name.startswith(_NO_KEY)}
-
-
-@functools.cache
-def _defaults(kind: type[Record]) -> dict[str, object]:
-    """Values to compare with, shared by all records."""
-    made = kind()
-    return {key: getattr(made, field.name) for key, field in _fields(kind).items()}
-
-
-def _read(kind: Any, value: object) -> object:
-    """Return ``value`` as ``kind``. Raises msgspec.ValidationError."""
-    if type(value) is kind and kind is not dict:
-        return value  # most of them
-    # msgspec itself would drop the unknown keys of a record within a record.
-    record, is_row = _record_in(kind)
-    if record is None or value is None:
-        return msgspec.convert(value, kind)
-    if is_row:
-        return tuple(record.of(row) for row in msgspec.convert(value, list[dict[str, Any]]))
-    return record.of(msgspec.convert(value, dict[str, Any]))
-
-
-@functools.cache
-def _record_in(kind: Any) -> tuple[type[Record] | None, bool]:
-    """Return the record type that is ``kind`` or in it, and whether there is a row of them."""
-    for one in (kind, *get_args(kind)):
-        if isinstance(one, type) and issubclass(one, Record):
-            return one, get_origin(kind) is tuple
-    return None, False
-
-
-def _builtins(value: object) -> object:
-    if isinstance(value, Record):
-        return value.written()
-    if isinstance(value, tuple):
-        return [_builtins(one) for one in value]
-    return value
-
-
 class RecordedProcess(Record):
     """A process of an entry; ``gpus`` has the share of each GPU that it uses."""
 
     pid: int = 0
     start_ticks: int = 0
-    gpus: dict[str, float] = {}
+    gpus: dict[str, float] = msgspec.field(default_factory=dict)
     always = frozenset({"pid", "start_ticks"})
 
 
@@ -155,7 +80,7 @@ class Replacement(Record):
     """The arbiter replaces the processes of an entry: since when, and the GPUs it reserved."""
 
     since: float = 0.0
-    gpus: dict[str, float] = {}
+    gpus: dict[str, float] = msgspec.field(default_factory=dict)
     always = frozenset({"since", "gpus"})
 
 
@@ -177,7 +102,7 @@ class Entry(Record):
     None if the graph says it. ``pinned`` are the GPUs that the environment of its service names:
     all of its workers run on these. ``holds_gpus`` is false for a draining worker that slept:
     another one may have its GPUs. ``asked_at`` is the Unix time of an operator's last load of its
-    model, 0 for none.
+    model, 0 for none. ``listens`` says where, for a frontend.
     """
 
     name: str = msgspec.field(name="watcher_name", default="")
@@ -195,6 +120,7 @@ class Entry(Record):
     reserved_by: OperationOwner | None = None
     replacing: Replacement | None = None
     asked_at: float = 0.0
+    listens: ListenFacts | None = None
     always = frozenset({"name", "cmd", "argv", "resources", "state", "processes", "lease"})
 
     @classmethod
@@ -222,6 +148,11 @@ class Entry(Record):
     def set_command(self, argv: Sequence[str]) -> None:
         """Set the command of the next process."""
         self.argv, self.cmd = tuple(argv), ""
+
+    @property
+    def program(self) -> str:
+        """The Python module that it runs, "" for another program."""
+        return module_of(self.argv)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -288,6 +219,7 @@ class Environment(Record):
 class Document(Record):
     """A statefile; ``components`` are its entries by the name of the watcher.
 
+    ``services`` has the facts of each service of the graph, in its order.
     ``directory``, which is not written, has it and the statefiles of the box's other namespaces.
     """
 
@@ -296,10 +228,32 @@ class Document(Record):
     circus_endpoint: str = ""
     pubsub_endpoint: str = ""
     arbiter: Arbiter = msgspec.field(default_factory=Arbiter)
-    components: dict[str, Entry] = {}
+    components: dict[str, Entry] = msgspec.field(default_factory=dict)
     environment: Environment = msgspec.field(default_factory=Environment)
-    directory: str = msgspec.field(default="", name=_NO_KEY + "directory")
+    services: dict[str, ServiceFacts] = msgspec.field(default_factory=dict)
+    directory: str = msgspec.field(default="", name=NO_KEY + "directory")
     always = frozenset({"version", "namespace", "circus_endpoint", "components", "environment"})
+
+    @property
+    def graph(self) -> Mapping[str, Any]:
+        """The graph, without its ``envs``; empty if it cannot be read."""
+        try:
+            graph = json.loads(self.environment.service_config or "{}")
+        except (ValueError, RecursionError):
+            return {}
+        return graph if isinstance(graph, Mapping) else {}
+
+    def entries_of(self, service: str) -> tuple[Entry, ...]:
+        """Return the entries of ``service`` by number; that of its template is 0."""
+        base = watcher_name(self.namespace, service, 0)
+        pattern = re.compile(re.escape(base) + r"(?:_(\d+))?")
+        numbered: list[tuple[int, Entry]] = []
+        for name, entry in self.components.items():
+            match = pattern.fullmatch(name)
+            # "A_1" may also be a service of that name.
+            if match is not None and entry.service in ("", service):
+                numbered.append((int(match[1] or 0), entry))
+        return tuple(entry for _, entry in sorted(numbered, key=lambda pair: pair[0]))
 
     @classmethod
     def decoded(cls, text: bytes) -> Document | None:

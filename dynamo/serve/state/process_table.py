@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.process.os_process import host_id
-from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.state.document import Arbiter, Document, Entry, OperationOwner
 from dynamo.serve.state.entries import delete_entry, is_void
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.statefile import Statefile
 
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import in_file_thread
-from dynamo.serve.gpus.gpus import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
 from dynamo.serve.state.document import (
     ABSENT,
@@ -36,6 +36,7 @@ from dynamo.serve.state.document import (
     SystemResources,
     written_gpus,
 )
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.process_table import ledger_of, reclaim, runs_here, stat
 from dynamo.serve.state.statefile import Statefile
 
@@ -74,8 +75,9 @@ def document_of(plan: DeploymentPlan) -> Document:
             guard_pid=os.getppid(),
             host=host_id(),
         ),
-        components={spec.name: _entry(spec) for spec in (*plan.specs, *plan.templates)},
+        components={spec.name: _entry(spec) for spec in plan.all_specs},
         environment=_environment(plan),
+        services=dict(plan.services),
     )
 
 
@@ -87,9 +89,10 @@ def _entry(spec: WatcherSpec) -> Entry:
         argv=spec.argv,
         gpus_per_worker=spec.gpu,
         watcher=Supervision(ACTIVE if spec.starts else ABSENT),
+        pinned=_pins(spec),
+        listens=spec.listens,
     )
     entry.assign(spec.gpus)
-    entry.pinned = _pins(spec)
     return entry
 
 
@@ -135,8 +138,7 @@ class StatefileWriter:
     def plan(self, plan: DeploymentPlan) -> None:
         """Write the commands of a changed graph, those of services without workers too."""
         # Templates have no watcher: without this, those of removed services would stay.
-        before = (*self._plan.specs, *self._plan.templates)
-        self._written |= {spec.name for spec in before if not spec.index}
+        self._written |= {spec.name for spec in self._plan.all_specs if not spec.index}
         self._plan = plan
         self.changed()
 
@@ -278,11 +280,10 @@ class StatefileWriter:
         """
         present = {component.spec.name for component in components}
         gone = self._written - present
-        planned = (*self._plan.specs, *self._plan.templates)
-        templates = {spec.name: spec for spec in planned if not spec.index}
+        templates = {spec.name: spec for spec in self._plan.all_specs if not spec.index}
         apply = partial(
             _apply,
-            environment=_environment(self._plan),
+            plan=self._plan,
             components=components,
             templates=templates,
             gone=gone,
@@ -383,13 +384,15 @@ def _environment(plan: DeploymentPlan) -> Environment:
 
 def _apply(
     document: Document,
-    environment: Environment,
+    plan: DeploymentPlan,
     components: Iterable[RecordedComponent],
     templates: Mapping[str, WatcherSpec],
     gone: Set[str],
 ) -> None:
+    environment = _environment(plan)
     document.environment.service_config = environment.service_config
     document.environment.system_resources = environment.system_resources
+    document.services = dict(plan.services)
     entries = document.components
     present = set()
     for component in components:
@@ -439,3 +442,4 @@ def _set_command(entry: Entry, spec: WatcherSpec) -> None:
     entry.set_command(spec.argv)
     entry.gpus_per_worker = spec.gpu
     entry.pinned = _pins(spec)
+    entry.listens = spec.listens

@@ -16,7 +16,7 @@ from functools import partial
 import psutil
 from circus.process import RUNNING, UNEXISTING, Process
 
-from dynamo.serve.state.frontends import FrontendAddress
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.state.process_table import die_with_parent, end_group, stat
 from dynamo.serve.supervision.output import OutputPipe
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
-from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.supervision.supervised import RestartPolicy, SupervisedWatcher, single_because
 from dynamo.serve.supervision.supervised_process import FrontendListener, quote_program
@@ -61,16 +59,14 @@ class WatcherFactory:
         """Make the watcher of ``circusctl add``."""
         env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
         argv = [*shlex.split(cmd), *(args or ())]
-        spec = self.specs[name] = plan_added(
-            name, argv, env, (*self.plan.specs, *self.plan.templates)
-        )
+        spec = self.specs[name] = plan_added(name, argv, env, self.plan.all_specs)
         options = {"working_dir": spec.working_dir, **options}
         return self._make(spec, cmd, {"args": list(args or ()), **options})
 
     def configure(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> None:
         """Use ``spec`` for the next start of ``watcher``."""
         watcher.configure(self.specs[watcher.name], spec)
-        watcher.listener.address = address_of(spec)
+        watcher.listener.address = spec.address
         self.specs[watcher.name] = spec
 
     def forget(self, in_use: Collection[str]) -> list[str]:
@@ -79,7 +75,7 @@ class WatcherFactory:
         Watchers ``in_use`` stay, and the newest removed ones, whose last lines may be reported yet.
         """
         removed = [name for name in self._outputs if name not in in_use]
-        planned = {spec.name for spec in (*self.plan.specs, *self.plan.templates)}
+        planned = {spec.name for spec in self.plan.all_specs}
         for name in removed[:-_REMOVED]:
             self._outputs.pop(name).close()
             if name not in planned:  # a reload looks up which of these were started
@@ -109,18 +105,8 @@ class WatcherFactory:
             on_line=self._outputs[name],
             stop_stage=spec.stop_stage,
             single_because=single_because(spec),
-            listener=FrontendListener(address_of(spec)),
+            listener=FrontendListener(spec.address),
             **own,
         )
         watcher.gpus = spec.shares
         return watcher
-
-
-def address_of(spec: WatcherSpec) -> FrontendAddress | None:
-    """Return the address of a frontend; None for another program, or without a fixed port."""
-    if not spec.is_frontend:
-        return None
-    try:
-        return frontend_address(spec.options, {**environ(), **spec.env})
-    except ConfigError:
-        return None

@@ -61,7 +61,10 @@ def test_a_model_is_listed_when_every_frontend_serves_it(
     async def probe(address: str) -> Any:
         return answers[address]
 
-    frontends = [SimpleNamespace(address=address) for address in ("one", None, "two")]
+    frontends = [
+        SimpleNamespace(listens=SimpleNamespace(address=address))
+        for address in ("one", None, "two")
+    ]
     monkeypatch.setattr(models, "frontends_in", lambda document: frontends)
     monkeypatch.setattr(models, "probe", probe)
     assert asyncio.run(models._are_listed(Document(), ["m"])) is listed

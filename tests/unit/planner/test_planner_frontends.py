@@ -24,16 +24,18 @@ from planner_kit import service
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX, Registry
+from dynamo.observability.metrics import Registry
 from dynamo.planner.connector import READY, ScaledWorker
 from dynamo.planner.live.model_state import ScaledModel
 from dynamo.planner.live.sources import FrontendPages, LiveSources, frontends_of
+from dynamo.prometheus_names import name_prefix
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.kv import PREFILL_QUEUE, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import FrontendAddress, frontends_in
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.statefile import Statefile
 
@@ -46,8 +48,8 @@ def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = No
 
 def found(**components: Any) -> list[tuple[str, str]]:
     document = {"components": components}
-    known = frontends_in(Document.of(document))
-    return [(one.address.url, one.prefix) for one in known if one.address is not None]
+    listening = [frontend.listens for frontend in frontends_in(Document.of(document))]
+    return [(one.address.url, one.metrics_prefix) for one in listening if one.address]
 
 
 def test_flags_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +67,12 @@ def test_flags_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_variables_are_those_of_the_process() -> None:
+def test_the_arbiter_writes_where_a_frontend_listens() -> None:
     """A service's ``envs`` are not in the statefile."""
-    (expected,) = found(a=component(pid=os.getpid()))
-    assert expected[0].startswith("http://127.0.0.1:")
+    listens = {"host": "127.0.0.1", "port": 8123, "metrics_prefix": "mine"}
+    assert found(a={**component("--http-port", "1"), "listens": listens}) == [
+        ("http://127.0.0.1:8123", "mine")
+    ]
 
 
 @pytest.mark.parametrize("flags", [("--http-port", "0"), ("--http-port", "x"), ("--unknown", "1")])
@@ -212,7 +216,7 @@ async def test_requests_for_an_adapter_count_for_its_model(tmp_path: Path) -> No
         address = FrontendAddress("127.0.0.1", port)
 
         async def frontends() -> dict[str, tuple[FrontendAddress, str]]:
-            return {address.url: (address, DEFAULT_FRONTEND_PREFIX)}
+            return {address.url: (address, name_prefix.FRONTEND)}
 
         sources = LiveSources(planner, frontends, PlannerSettings())
         try:

@@ -38,10 +38,11 @@ from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.planner.live.model_state import InFlight, pool_of
 from dynamo.protocols.control import EngineCommand
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.room import crowded_gpus, reserved_share
+from dynamo.serve.graph.command import service_facts
 from dynamo.serve.state.document import GIVEN_UP, Document, OperationOwner, Supervision
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of, reservation, stat
+from dynamo.serve.state.room import crowded_gpus
 from dynamo.serve.state.statefile import Statefile
 
 GRAPH = """
@@ -422,6 +423,9 @@ def test_a_gpu_that_others_use_is_avoided(run: Any) -> None:
 
 
 def test_what_an_engine_reserves() -> None:
+    def reserved_share(argv: tuple[str, ...]) -> float:
+        return service_facts(argv, {}, Path()).memory_share
+
     vllm = ("python", "-m", "dynamo.vllm", "--model", "x")
     assert reserved_share(vllm) == 0.9
     assert reserved_share((*vllm, "--gpu-memory-utilization", "0.5")) == 0.5

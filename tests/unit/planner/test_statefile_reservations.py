@@ -41,7 +41,11 @@ def test_services_and_their_workers(tmp_path: Path) -> None:
     found = read_services(document(tmp_path))
     assert {name: one.gpus for name, one in found.items()} == {"A": 2, "Half": 0.5, "Own": 0}
     own = found["Own"]  # it says so with a key about scaling; B does not
-    assert (own.model, own.maximum, own.template.argv[:2]) == ("own", 4, ("python", "engine.py"))
+    assert (own.model, own.facts.maximum, own.template.argv[:2]) == (
+        "own",
+        4,
+        ("python", "engine.py"),
+    )
     assert [entry.name for entry in found["A"].entries] == ["dynamo_A", "dynamo_A_1"]
     assert [entry.gpus for entry in found["Half"].entries] == [("4",), ("4",), ("5",)]
     assert found["Half"].model == "half" and found["A"].template.name == "dynamo_A"

@@ -12,8 +12,8 @@ import pytest
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus import nvml
-from dynamo.serve.gpus.engine_gpus import with_engine_gpus
 from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.graph.engine_gpus import with_engine_gpus
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, plan
 from dynamo.serve.state.document import Document

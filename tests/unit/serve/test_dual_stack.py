@@ -13,8 +13,8 @@ from deployment import free_port
 
 from dynamo.errors import ConfigError
 from dynamo.http.server import HttpServer
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.readiness import check_free
-from dynamo.serve.state.frontends import FrontendAddress
 from dynamo.serve.supervision.supervised_process import FrontendListener
 
 

@@ -11,13 +11,13 @@ import pytest
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus import nvml
-from dynamo.serve.gpus.engine_gpus import (
+from dynamo.serve.gpus.gpus import Gpu, GpuProcess
+from dynamo.serve.graph.engine_gpus import (
     EngineMemory,
     engine_flags,
     memory_warnings,
     with_engine_gpus,
 )
-from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.graph.watchers import WatcherSpec, plan
 from dynamo.setup import graph_plan as gpu_placement

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.serve.gpus.gpus import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.ledger import GpuLedger
 
 GONE, HERE = {"pid": 1}, {"pid": 2}
 

@@ -11,10 +11,10 @@ from dynamo.operations.loading import check_turn
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.protocols.status import LoadEffect
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.room import group_rivals, load_effects, sleepers_on
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of
+from dynamo.serve.state.room import group_rivals, load_effects, sleepers_on
 
 VLLM = ["python", "-m", "dynamo.vllm", "--model", "x"]
 GIB = 1 << 30
@@ -165,7 +165,8 @@ def test_bounds_that_are_no_numbers_are_none(value: object) -> None:
     document = document_of(entry("W"))
     document.environment.service_config = json.dumps(config)
     (service,) = read_services(document).values()
-    assert (service.minimum, service.maximum, service.priority) == (None, None, 0)
+    facts = service.facts
+    assert (facts.minimum, facts.maximum, facts.priority) == (None, None, 0)
 
 
 def test_models_of_a_group_take_turns() -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve import readiness
+from dynamo.serve.graph.command import listen_facts
+from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.readiness import (
     FrontendHealth,
     check_free,
     probe,
     wait_until_ready,
 )
-from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 
 Answer = Callable[[str], tuple[int, object]]
 
@@ -124,25 +125,34 @@ async def test_an_invalid_answer_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "url"),
+    ("flags", "env", "url"),
     [
-        ({}, {}, "http://127.0.0.1:8000"),
-        ({"http-port": 81}, {"DYN_HTTP_PORT": "82"}, "http://127.0.0.1:81"),
-        ({}, {"DYN_HTTP_PORT": "82", "DYN_HTTP_HOST": "0.0.0.0"}, "http://127.0.0.1:82"),
-        ({"http_port": "83", "http-host": "10.0.0.1"}, {}, "http://10.0.0.1:83"),
-        ({"http-host": "::1"}, {}, "http://[::1]:8000"),
-        ({"http-host": "::"}, {}, "http://[::1]:8000"),
-        ({"http-host": "0:0::0"}, {}, "http://[::1]:8000"),
-        ({"http-host": "box.example"}, {}, "http://box.example:8000"),
-        ({"tls-cert-path": "cert.pem"}, {}, "https://127.0.0.1:8000"),
-        ({}, {"DYN_TLS_CERT_PATH": "cert.pem"}, "https://127.0.0.1:8000"),
+        ("", {}, "http://127.0.0.1:8000"),
+        ("--http-port 81", {"DYN_HTTP_PORT": "82"}, "http://127.0.0.1:81"),
+        ("", {"DYN_HTTP_PORT": "82", "DYN_HTTP_HOST": "0.0.0.0"}, "http://127.0.0.1:82"),
+        ("--http_port=83 --http-host 10.0.0.1", {}, "http://10.0.0.1:83"),
+        ("--http-host ::1", {}, "http://[::1]:8000"),
+        ("--http-host ::", {}, "http://[::1]:8000"),
+        ("--http-host 0:0::0", {}, "http://[::1]:8000"),
+        ("--http-host box.example", {}, "http://box.example:8000"),
+        ("--tls-cert-path cert.pem", {}, "https://127.0.0.1:8000"),
+        ("", {"DYN_TLS_CERT_PATH": "cert.pem"}, "https://127.0.0.1:8000"),
     ],
 )
-def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:
-    assert frontend_address(options, env).url == url
+def test_address(flags: str, env: dict[str, str], url: str) -> None:
+    address = listen_facts(flags.split(), env, "/graphs").address
+    assert address is not None and address.url == url
 
 
-@pytest.mark.parametrize("port", [0, "x", 65536, -1])
-def test_an_invalid_port_is_an_error(port: object) -> None:
-    with pytest.raises(ConfigError, match="between 1 and 65535"):
-        frontend_address({"http-port": port}, {})
+@pytest.mark.parametrize("port", ["0", "x", "65536", "-1"])
+def test_an_invalid_port_is_an_error(port: str) -> None:
+    facts = listen_facts(["--http-port", port], {}, "/graphs")
+    assert facts.address is None and "between 1 and 65535" in facts.problem
+
+
+def test_the_files_of_a_frontend_are_absolute() -> None:
+    words = ["--tls-cert-path", "cert.pem", "--api-key-file=/etc/keys"]
+    facts = listen_facts(words, {"DYN_METRICS_PREFIX": "mine"}, "/graphs")
+    assert facts.tls_cert_path == "/graphs/cert.pem" and facts.api_key_file == "/etc/keys"
+    assert facts.metrics_prefix == "mine"
+    assert listen_facts([], {}, "/graphs").tls_cert_path == ""

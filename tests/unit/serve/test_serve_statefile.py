@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from serving_documents import document
 
 from dynamo.errors import StatefileError
 from dynamo.serve.gpus.gpus import Inventory
+from dynamo.serve.graph.facts import FrontendAddress, ServiceFacts
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.serve.graph.watchers import DeploymentPlan, place, plan
+from dynamo.serve.graph.watchers import DeploymentPlan, graph_facts, place, plan
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.record import document_of
+from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.record import StatefileWriter, document_of
 from dynamo.serve.state.statefile import FileLock, Statefile
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "statefiles"
@@ -70,6 +74,48 @@ def test_the_code_follows_the_schema() -> None:
     assert document["components"]["ns_Frontend"]["resources"] == {}
     assert document["environment"]["SYSTEM_RESOURCES"]["total_gpus"] == 2
     assert json.loads(document["environment"]["DYNAMO_SERVICE_CONFIG"])["namespace"] == "ns"
+
+
+def test_the_facts_of_services_are_those_of_the_plan(tmp_path: Path) -> None:
+    """Readers in other directories, and with other variables, cannot find them out."""
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    text = """
+Frontend: {run: dynamo.frontend, tls-cert-path: c.pem, ServiceArgs: {envs: {DYN_HTTP_PORT: 1234}}}
+W: {run: dynamo.mocker, model-path: models/tiny, ServiceArgs: {workers: 0, idle_timeout: never}}
+P: {run: dynamo.vllm, model: a/b, disaggregation-mode: prefill, gpu-memory-utilization: 0.5,
+    enable-lora: true, ServiceArgs: {max: 3, priority: 2, resources: {gpu: 0.5}}}
+Own: {run: [python, own.py]}
+"""
+    graph = parse_graph(text, "g.yaml", namespace="ns")
+    here = str(tmp_path)
+    specs = plan(graph, python="py", working_dir=here, env={}, graceful_timeout_s=1)
+    services = graph_facts(graph, here)
+    planned = replace(make_plan(), specs=specs, config=graph.config, services=services)
+    written = json.loads(json.dumps(document_of(planned).written()))
+    jsonschema.validate(written, SCHEMA)
+    document = Document.of(written)
+    listens = document.components["ns_Frontend"].listens
+    assert listens is not None and listens.address == FrontendAddress("127.0.0.1", 1234, tls=True)
+    assert listens.tls_cert_path == str(tmp_path / "c.pem")
+    document.environment.service_config = "{}"  # the facts suffice
+    assert list(document.services) == ["Frontend", "W", "P", "Own"]
+    found = read_services(document)
+    assert list(found) == ["W", "P"]
+    worker, prefill = found["W"].facts, found["P"].facts
+    assert (worker.model, worker.pool, worker.workers, worker.minimum) == ("tiny", "decode", 0, 0)
+    assert worker.model_args.idle_timeout == math.inf and not worker.further_models
+    assert (prefill.model, prefill.pool, prefill.memory_share) == ("a/b", "prefill", 0.5)
+    assert (prefill.maximum, prefill.priority, prefill.gpus) == (3, 2, 0.5)
+    assert prefill.further_models
+
+
+def test_a_reload_replaces_the_facts(statefile: Statefile) -> None:
+    writer = StatefileWriter(statefile, replace(make_plan(), services={"A": ServiceFacts()}), list)
+    writer.create()
+    writer.plan(replace(make_plan(), services={"B": ServiceFacts(model="b")}))
+    writer.write([])
+    document = statefile.read()
+    assert document is not None and document.services == {"B": ServiceFacts(model="b")}
 
 
 def test_no_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

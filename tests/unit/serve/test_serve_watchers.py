@@ -12,7 +12,6 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Gpu, Inventory, inventory_of
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import WatcherSpec, place, plan
-from dynamo.serve.supervision.watcher_factory import address_of
 
 DEVICES = [Gpu(index=i, uuid=f"GPU-{i}{i}{i}-aaaa") for i in range(4)]
 
@@ -78,7 +77,7 @@ def test_a_service_may_be_killed_at_once_or_later_than_others() -> None:
 
 def test_only_frontends_have_an_address() -> None:
     text = "F: {run: dynamo.frontend, http-port: 8123}\nW: {run: dynamo.mocker, http-port: 8124}\n"
-    frontend, worker = map(address_of, specs(text))
+    frontend, worker = (spec.address for spec in specs(text))
     assert frontend is not None and frontend.port == 8123 and worker is None
 
 

@@ -155,7 +155,7 @@ def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
 
 def test_a_certificate_that_cannot_be_read_does_not_make_its_frontend_fail(tmp_path: Path) -> None:
     file = tmp_path / "c.pem"
-    begin = trusting(file, "c.pem")
+    begin = trusting(file)
     with socket.socket() as plain:
         with pytest.raises(UnreadableCertificate, match=r"c\.pem: No such file"):
             begin(plain)

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config.programs import memory_share
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.service import Service
-from dynamo.serve.graph.watchers import WatcherSpec
+
+if TYPE_CHECKING:
+    from dynamo.serve.graph.watchers import WatcherSpec
 
 _SHORT = {
     "-tp": "tensor-parallel-size",
@@ -192,6 +194,16 @@ class EngineFlags:
         if "data-parallel-rank" in self.values:  # the other ranks are other processes
             return self.shards
         return self.shards * self._size("data-parallel-size")
+
+    def memory_share(self, program: str | None) -> float:
+        """Return the part of a GPU's memory that an engine of ``program`` reserves; 0: unknown."""
+        share = memory_share(program)
+        if not share or "kv-cache-memory-bytes" in self.values:  # replaces the share
+            return 0.0
+        try:
+            return float(self.values.get("gpu-memory-utilization", share))
+        except (TypeError, ValueError):
+            return 0.0  # the engine reports it
 
     def formula(self) -> str:
         """Return the sizes that are set, for errors: ``tensor-parallel-size 2``."""

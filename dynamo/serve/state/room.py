@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from dynamo.config.programs import memory_share
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import LoadEffect
-from dynamo.serve.gpus.gpus import Gpu, GpuLedger, fits
+from dynamo.serve.gpus.gpus import Gpu, fits
 from dynamo.serve.state.document import GIVEN_UP, STOPPED, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.process_table import is_reserved, ledger_of
 
-_SHARE_FLAG = "--gpu-memory-utilization"
-_BYTES_FLAG = "--kv-cache-memory-bytes"
 _GIB = 1 << 30
-
-
-def reserved_share(argv: Sequence[str]) -> float:
-    """Return the part of a GPU's memory that the engine of this command reserves; 0 if unknown."""
-    share = max(memory_share(word) for word in argv)
-    if not share or any(word.startswith(_BYTES_FLAG) for word in argv):
-        return 0.0
-    for word, following in zip(argv, (*argv[1:], ""), strict=True):
-        flag, joined, value = word.partition("=")
-        if flag == _SHARE_FLAG:
-            try:
-                return float(value if joined else following)
-            except ValueError:
-                return 0.0  # the engine reports it
-    return share
 
 
 def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> dict[str, str]:
@@ -93,8 +76,8 @@ def group_rivals(
     """
     known = read_services(document).values()
     own = {service.model for service in services}
-    groups = {name for one in known if one.model in own for name in one.model_args.group}
-    others = {one.model for one in known if not groups.isdisjoint(one.model_args.group)} - own
+    groups = {name for one in known if one.model in own for name in one.facts.model_args.group}
+    others = {one.model for one in known if not groups.isdisjoint(one.facts.model_args.group)} - own
     return [
         entry.name
         for service in known
@@ -126,7 +109,7 @@ def _effect(document: Document, service: ServiceEntries, devices: Sequence[Gpu])
     if not service.gpus or not ledger.ids:
         return LoadEffect(text="starts a worker, which needs no GPU")
     free = free_gpus(ledger)
-    crowded = crowded_gpus(free, reserved_share(service.template.argv), devices)
+    crowded = crowded_gpus(free, service.facts.memory_share, devices)
     sleepers = [entry for _, entry in in_the_way(document, service, free, crowded)]
     # The memory of a GPU whose sleeper goes is assumed to suffice.
     avoid = crowded.keys() - {gpu for entry in sleepers for gpu in entry.gpus}
