@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 from dynamo.cli.options import DeploymentSettings, LoadModelSettings
-from dynamo.cli.reload import call, running
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, as_argument
+from dynamo.operations.reload import reload_graph, running
 from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.targets import find_model
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = running(Statefile(state_dir(runtime), runtime.namespace))
     services = asyncio.run(_services(runtime, target.model))
     print(f"removing {target.model}: requests in flight finish", flush=True)
-    reply = call(document, {"remove": services})
+    reply = reload_graph(document, {"remove": services})
     print(f"removed {', '.join(services)} from {reply['file']}")
     return 0
 
@@ -114,7 +114,7 @@ def _call_to_its_end(document: Document, request: Mapping[str, Any]) -> tuple[An
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        return call(document, request), interrupted
+        return reload_graph(document, request), interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -204,6 +204,6 @@ async def _are_listed(document: Document, models: Collection[str]) -> bool:
 def _take_back(document: Document, services: Collection[str]) -> None:
     print("dynamo run: removing it again", file=sys.stderr, flush=True)
     try:
-        call(document, {"remove": list(services)})
+        reload_graph(document, {"remove": list(services)})
     except (DynamoError, OSError) as error:
         print(f"dynamo run: it was not removed: {error}; try: dynamo ps", file=sys.stderr)

@@ -286,8 +286,12 @@ def _arbiter(
             console.announce(line, logging.WARNING)
         count = counted(len(planned.specs), "process", "processes")
         console.announce(f"starting {count} in namespace {planned.namespace!r}")
-        deployment = Deployment(planned, settings, run_directory, console, source, make_plan)
-        return asyncio.run(deployment.run())
+
+        async def deploy() -> int:  # made on its loop
+            parts = (planned, settings, run_directory, console, source, make_plan)
+            return await Deployment(*parts).run()
+
+        return asyncio.run(deploy())
     except (DynamoError, OSError) as error:
         console.announce(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1

@@ -222,17 +222,7 @@ class BoxActions:
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[LocalAccess]:
         # No budget: the GPUs of the deployment limit what a person loads.
-        async with open_access(self._runtime, ActionLimits()) as access:
-            access.active = self._active
-            arbiter = access.document().arbiter
-            if not runs_here(arbiter):
-                raise StatefileError(
-                    f"the deployment in namespace {self._runtime.namespace!r} has crashed; see: "
-                    "dynamo state repair --dry-run"
-                )
-            # What begins with this deployment must not go on with the next one.
-            access.statefile.arbiter = arbiter
-            access.circus.is_running = partial(runs_here, arbiter)
+        async with open_access(self._runtime, ActionLimits(), self._active, bound=True) as access:
             await repair_loads(access)
             yield access
 

@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 class Deployment:
     """Runs a plan until a stop is requested, or until no frontend or no worker is left.
 
-    Every method runs on the loop of :meth:`run`, which must start with the stop signals blocked.
+    Make it and use it on one event loop, which must start with the stop signals blocked. Raises
+    StatefileError, ConfigError if the statefile cannot be written.
     """
 
     def __init__(
@@ -54,63 +55,61 @@ class Deployment:
         source: GraphSource,
         make_plan: MakePlan,
     ) -> None:
-        self._plan = plan
-        self._settings = settings
         self._run_directory = run_directory
         self._announcer = announcer
-        self._source = source
-        self._make_plan = make_plan
         self._stop = asyncio.Event()
+        self._tasks = Tasks("deployment")
         self.happened = ProcessEvents(BoxEventLog(run_directory.path))
+        logs = run_directory.logs
+        logs.mkdir(mode=0o700, exist_ok=True)
+        self._record = StatefileWriter(run_directory.statefile, plan, self._components)
+        self._plan = self._record.create()
+        self._factory = WatcherFactory(self._plan, settings, logs, announcer)
+        self._leases = Leases(run_directory.store, self.changed)
+        self._arbiter = self._make_arbiter()
+        self._rolling = RollingRestart(self._factory, self._record, self._registered, announcer)
+        self._reload = GraphReload(
+            self._arbiter,
+            self._factory,
+            self._rolling,
+            announcer,
+            source,
+            make_plan,
+            self._record,
+            self._planned,
+        )
+        self._startup = self._make_startup()
+        self._reporting: asyncio.Task[None] | None = None
+        if source.file.name:
+            remove_unfinished(source.file.resolve())
 
     async def run(self) -> int:
         """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
-        self._tasks = Tasks("deployment")
-        self._handle_signals()
-        logs = self._run_directory.logs
-        logs.mkdir(mode=0o700, exist_ok=True)
-        self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
-        self._plan = self._record.create()
-        self._factory = WatcherFactory(self._plan, self._settings, logs, self._announcer)
-        self._arbiter = self._make_arbiter()
-        self._rolling = RollingRestart(
-            self._factory, self._record, self._registered, self._announcer
-        )
-        if self._source.file.name:
-            remove_unfinished(self._source.file.resolve())
-        self._leases = Leases(self._run_directory.store, self.changed)
-        self._reload = self._make_reload()
-        self._startup = self._make_startup()
         starts = counted(len(self._plan.specs), "process starts", "processes start")
         self.happened.add("start", self._plan.namespace, starts)
         try:
+            self._handle_signals()
             await self._start()
             self._record.start(self._tasks)
-            self._report_startup()
+            if self._reporting is None:  # else a reload came during the start
+                self._report_startup()
             await self._stop.wait()
         finally:
             await self._end()
         return 1 if any(watcher.given_up for watcher in self._arbiter.watchers) else 0
 
     def _make_startup(self) -> StartupReport:
-        logs = self._run_directory.logs
-        return StartupReport(self._factory.plan, logs, self._announcer, self.last_line)
+        return StartupReport(
+            self._factory.plan,
+            self._run_directory.logs,
+            self._announcer,
+            self.last_line,
+            self._arbiter,
+            self._leases,
+        )
 
     def _report_startup(self) -> None:
-        report = self._startup.run(self._arbiter, self._leases)
-        self._reporting = self._tasks.spawn(report, name="readiness")
-
-    def _make_reload(self) -> GraphReload:
-        return GraphReload(
-            self._arbiter,
-            self._factory,
-            self._rolling,
-            self._announcer,
-            self._source,
-            self._make_plan,
-            self._record,
-            self._planned,
-        )
+        self._reporting = self._tasks.spawn(self._startup.run(), name="readiness")
 
     async def _start(self) -> None:
         try:
@@ -119,7 +118,7 @@ class Deployment:
             raise ConfigError(f"cannot listen on {self._plan.endpoint}: {error}") from None
 
     def changed(self) -> None:
-        """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
+        """See :class:`DeploymentHooks`."""
         self._leases.keep(self._arbiter.pids)
         self.happened.served(self._leases)
         self._record.changed()
@@ -127,23 +126,24 @@ class Deployment:
         self._rolling.changed()
 
     def added(self) -> None:
-        """Handle a new watcher; forget those that were removed long ago."""
+        """See :class:`DeploymentHooks`."""
         self.happened.forget(self._factory.forget(self._arbiter.alive()))
         self.changed()
 
     async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
-        """Replace the processes of ``watchers``; return "" or what failed."""
+        """See :class:`DeploymentHooks`."""
         return await self._rolling.restart(watchers, stop_first)
 
     async def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply a changed graph; return the reply."""
+        """See :class:`DeploymentHooks`."""
         return await self._reload.run(request)
 
     def _planned(self, plan: DeploymentPlan) -> None:
         """Apply the ``plan`` of a changed graph to what follows the plan."""
         self._factory.plan = plan
         self._record.plan(plan)
-        self._reporting.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
         self._startup = self._make_startup()
         self._report_startup()
 
@@ -172,11 +172,11 @@ class Deployment:
         ]
 
     def is_draining(self, watcher: SupervisedWatcher, or_asleep: bool) -> bool:
-        """Whether this watcher is marked as draining in the statefile (scale-down)."""
+        """See :class:`DeploymentHooks`."""
         return self._record.is_draining(watcher.name, or_asleep)
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Assign free GPUs if it holds none; return "", or which others have them."""
+        """See :class:`DeploymentHooks`."""
         spec = self._factory.specs[watcher.name]
         if self._record.holds(spec):
             return ""  # at once: a client that reads the status now must see that it starts
@@ -191,32 +191,32 @@ class Deployment:
         return ""
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
-        """Whether the process ``pid`` registered a model, or is of a program that need not."""
+        """See :class:`DeploymentHooks`."""
         return not self._factory.specs[watcher.name].registers_model or pid in self._leases.served
 
     def exited(self, pid: int) -> None:
-        """Forget a process that has been reaped: its number may become another's."""
+        """See :class:`DeploymentHooks`."""
         self.happened.exited(pid)
         self.changed()
 
     def last_line(self, name: str) -> str:
-        """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
+        """See :class:`DeploymentHooks`."""
         return self._factory.output(name).last_line()
 
     def refusal(self, name: str) -> str:
-        """Return the error with which the program of ``name`` refused to start; "" without one."""
+        """See :class:`DeploymentHooks`."""
         return self._factory.output(name).refusal()
 
     def quit_requested(self) -> None:
-        """Stop, on ``circusctl quit``."""
+        """See :class:`DeploymentHooks`."""
         self._stop.set()
 
     def stopping(self, stage: int) -> None:
-        """Publish the stop stage, by which a signalled worker waits for the frontends."""
+        """See :class:`DeploymentHooks`."""
         write_stop_stage(self._run_directory.path, workers=stage > 0)
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Report a failed watcher with its last output; stop if no frontend or worker is left."""
+        """See :class:`DeploymentHooks`."""
         tail = "\n".join(self._factory.output(watcher.name).tail())
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
@@ -252,6 +252,8 @@ class Deployment:
             loop.add_signal_handler(signum, self._on_stop_signal)
         loop.add_signal_handler(KILL_NOW, self._on_kill_now)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+        # Blocked until now: circus's constructor replaces the signal handlers and restores them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD, KILL_NOW})
 
     def _on_stop_signal(self) -> None:
         # Not counted: a signal to the whole tree arrives twice, directly and through the guard.
@@ -271,19 +273,15 @@ class Deployment:
 
     def _make_arbiter(self) -> SupervisingArbiter:
         watchers = [self._factory.make(spec) for spec in self._plan.specs]
-        # circus's constructor replaces the signal handlers and restores them. Ours are installed
-        # before it, and the signals stay blocked until the arbiter exists to act on them.
-        arbiter = SupervisingArbiter(
+        return SupervisingArbiter(
             watchers,
             self._plan.endpoint,
             self._plan.pubsub_endpoint,
             tasks=self._tasks,
-            events=self,
+            deployment=self,
             announcer=self._announcer,
             make_watcher=self._factory.make_added,
         )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD, KILL_NOW})
-        return arbiter
 
     async def _end(self) -> None:
         if not self._arbiter.killing:

@@ -93,7 +93,7 @@ class GraphReload:
         if request.get("dry_run"):
             return reply
         self._announcer.announce(f"reloading the graph: {changes.summary()}")
-        by, happened = str(request.get("by", "")), self._arbiter.events.happened
+        by, happened = str(request.get("by", "")), self._arbiter.deployment.happened
         before, self._source = self._source, source
         problem = await self._change(plan, changes, edit is None)
         if edit is not None:

@@ -29,20 +29,21 @@ class StartupReport:
     ``last_line`` returns the last output of a watcher.
     """
 
-    _arbiter: SupervisingArbiter
-    _leases: Leases
-
     def __init__(
         self,
         plan: DeploymentPlan,
         logs: Path,
         announcer: Announcer,
         last_line: Callable[[str], str],
+        arbiter: SupervisingArbiter,
+        leases: Leases,
     ) -> None:
         self._plan = plan
         self._logs = logs
         self._announcer = announcer
         self._last_line = last_line
+        self._arbiter = arbiter
+        self._leases = leases
         self._change = asyncio.Event()
         self._started_s = time.monotonic()
 
@@ -50,9 +51,8 @@ class StartupReport:
         """Check again: a process, a lease or a model card appeared or disappeared."""
         self._change.set()
 
-    async def run(self, arbiter: SupervisingArbiter, leases: Leases) -> None:
+    async def run(self) -> None:
         """Wait until the deployment is ready and announce it; remind the user while it is not."""
-        self._arbiter, self._leases = arbiter, leases
         async with asyncio.TaskGroup() as group:
             reminder = group.create_task(self._remind())
             what = await self._wait_until_ready()

@@ -35,9 +35,9 @@ TOOLS = (
     ),
     Mutant(
         "busy-arbiter-is-an-error",
-        "dynamo.cli.reload",
-        "if not any(mark in reason for mark in BUSY) or time.monotonic() > deadline_s:",
-        "if True:",
+        "dynamo.operations.steps.circus",
+        '            raise _refused(_RELOAD, {}, str(reply.get("reason")))',
+        "            return reply",
         ("unit/cli/test_cli_models.py::test_a_request_waits_for_the_command_before_it",),
     ),
     Mutant(

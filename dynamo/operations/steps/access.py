@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dynamo.config.runtime import RuntimeSettings
@@ -282,10 +283,17 @@ def read_deployment(statefile: Statefile) -> Document:
 
 
 @contextlib.asynccontextmanager
-async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIterator[LocalAccess]:
+async def open_access(
+    runtime: RuntimeSettings,
+    limits: ActionLimits,
+    active: set[str] | None = None,
+    bound: bool = False,
+) -> AsyncIterator[LocalAccess]:
     """Open the deployment of ``runtime``'s namespace for the block.
 
-    Raises StatefileError without one, ConfigError if its workers do not register in files.
+    If ``bound``, what begins with this deployment fails when it has ended, and does not go on with
+    the next one of the namespace. Raises StatefileError without a deployment, or, if bound, for one
+    that has crashed; ConfigError if its workers do not register in files.
     """
     if runtime.discovery_backend != "file":
         raise ConfigError(
@@ -294,10 +302,21 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
         )
     statefile = Statefile(state_dir(runtime), runtime.namespace)
     document = read_deployment(statefile)
-    if runs_here(document.arbiter):
+    is_running = partial(runs_here, document.arbiter)
+    if is_running():
         await in_daemon_thread(check_answers, document)
+    elif bound:
+        raise StatefileError(
+            f"the deployment in namespace {runtime.namespace!r} has crashed; see: "
+            "dynamo state repair --dry-run"
+        )
+    if bound:
+        statefile = Statefile(state_dir(runtime), runtime.namespace, document.arbiter)
+        circus = CircusEndpoint(document.circus_endpoint, is_running=is_running)
+    else:
+        circus = CircusEndpoint(document.circus_endpoint)
     with (
-        contextlib.closing(CircusEndpoint(document.circus_endpoint)) as circus,
+        contextlib.closing(circus),
         contextlib.closing(_open_registrations(runtime, statefile)) as registrations,
     ):
         yield LocalAccess(
@@ -306,6 +325,7 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
             circus=circus,
             registrations=registrations,
             logs=run_dir(runtime) / "logs",
+            active=set() if active is None else active,
         )
 
 

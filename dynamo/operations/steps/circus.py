@@ -27,8 +27,9 @@ _REPLY_TIMEOUT_S = 10.0
 _CHECK_MS = 1000
 _SOCKET_S = 2.0
 """How long the socket of an arbiter that starts may be missing."""
-_ROLL = "roll_watchers"  # a command of dynamo.serve.supervision.arbiter, which imports circus
-BUSY = ("arbiter is already running", "arbiter is restarting")
+# Commands of dynamo.serve.supervision.arbiter, which imports circus.
+_ROLL, _RELOAD = "roll_watchers", "reload_graph"
+_BUSY = ("arbiter is already running", "arbiter is restarting")
 """What the refusal of a command says while another one runs."""
 _GPUS = "CUDA_VISIBLE_DEVICES"
 T = TypeVar("T")
@@ -69,10 +70,14 @@ class CircusEndpoint:
     deployment has ended, since the next one has the same endpoint.
     """
 
-    is_running: Callable[[], bool] | None = None
-
-    def __init__(self, endpoint: str, reply_timeout_s: float = _REPLY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        reply_timeout_s: float = _REPLY_TIMEOUT_S,
+        is_running: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.endpoint = endpoint
+        self._is_running = is_running
         self._timeout_ms = int(reply_timeout_s * 1000)
         self._context = zmq.asyncio.Context()
 
@@ -122,6 +127,18 @@ class CircusEndpoint:
         """Remove a watcher; its processes are stopped gracefully, after the reply."""
         await self._call("rm", name=name)
 
+    async def reload_graph(
+        self, request: Mapping[str, Any], is_running: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """Apply a changed graph; return the reply, also that of a reload that failed.
+
+        See :class:`~dynamo.serve.supervision.arbiter.ReloadGraph`, and :meth:`roll`.
+        """
+        reply = await self._exchange(_RELOAD, {**request, "waiting": True}, is_running)
+        if is_busy(reply):
+            raise _refused(_RELOAD, {}, str(reply.get("reason")))
+        return reply
+
     async def roll(self, names: Sequence[str], is_running: Callable[[], bool]) -> None:
         """Replace the processes of watchers one after another; return when the new ones serve.
 
@@ -130,8 +147,9 @@ class CircusEndpoint:
         """
         reply = await self._exchange(_ROLL, {"names": list(names), "waiting": True}, is_running)
         if reply.get("status") == "error":
-            found = _refused(_ROLL, {}, str(reply.get("reason")))
-            raise found if isinstance(found, CircusBusy) else CircusError(str(reply.get("reason")))
+            if is_busy(reply):
+                raise _refused(_ROLL, {}, str(reply.get("reason")))
+            raise CircusError(str(reply.get("reason")))
 
     async def _call(self, command: str, **properties: Any) -> dict[str, Any]:
         reply = await self._exchange(command, properties)
@@ -147,7 +165,7 @@ class CircusEndpoint:
     ) -> dict[str, Any]:
         """Send a command, return the reply; with ``is_running`` it may take any time."""
         await self._check_socket()
-        runs = is_running or self.is_running or (lambda: True)
+        runs = is_running or self._is_running
         ended = CircusError(f"the deployment ended before {command!r} was complete")
         if not runs():
             raise ended
@@ -217,6 +235,11 @@ def read_reply(data: bytes) -> dict[str, Any]:
         raise CircusError(f"a reply that is not of circus: {error}") from error
 
 
+def is_busy(reply: Mapping[str, Any]) -> bool:
+    """Whether circus has refused a command because another one runs."""
+    return any(mark in str(reply.get("reason")) for mark in _BUSY)
+
+
 def read_statuses(reply: Mapping[str, Any]) -> dict[str, str]:
     """Return the status of each watcher. Raises CircusError if ``reply`` has none."""
     try:
@@ -245,7 +268,7 @@ def read_options(reply: Mapping[str, Any]) -> WatcherOptions:
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:
     text = f"circus refused {command} {properties.get('name', '')}".rstrip() + f": {reason}"
-    if any(mark in reason for mark in BUSY):  # a normal reply while another command runs
+    if is_busy({"reason": reason}):  # a normal reply while another command runs
         return CircusBusy(text)
     if reason.startswith("program ") and reason.endswith(" not found"):
         return NoSuchWatcher(text)

@@ -100,9 +100,9 @@ class Statefile:
     With an ``arbiter``, that of another deployment is an error: one that was started since.
     """
 
-    def __init__(self, directory: Path, namespace: str) -> None:
+    def __init__(self, directory: Path, namespace: str, arbiter: Arbiter | None = None) -> None:
         self.namespace = namespace
-        self.arbiter: Arbiter | None = None
+        self._arbiter = arbiter
         self.path = directory / f"{namespace}.json"
         self.lock_path = directory / f"{namespace}.lock"
 
@@ -124,7 +124,7 @@ class Statefile:
             raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
         if document.namespace != self.namespace:
             raise self._bad(f"belongs to namespace {document.namespace!r}")
-        if self.arbiter is not None and _identity(document.arbiter) != _identity(self.arbiter):
+        if self._arbiter is not None and _identity(document.arbiter) != _identity(self._arbiter):
             raise StatefileError(
                 f"the deployment in namespace {self.namespace!r} has ended and was started again "
                 "while this command ran: repeat the command"

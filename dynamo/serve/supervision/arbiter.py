@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from circus.arbiter import Arbiter
 from circus.commands.base import Command
@@ -20,13 +20,11 @@ from tornado.ioloop import IOLoop
 
 from dynamo.runtime.process.paths import owner_only
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.state.events import ProcessEvents
 from dynamo.serve.state.process_table import children, environment
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import SupervisedProcess, describe_exit
-
-if TYPE_CHECKING:
-    from dynamo.serve.deployment import Deployment
 
 _CHECK_DELAY_S = 1.0
 _ANSWER_S = 2.0
@@ -77,10 +75,60 @@ def error_reply(reason: str) -> dict[str, str]:
     return {"status": "error", "reason": reason}
 
 
+class DeploymentHooks(Protocol):
+    """What the arbiter and its watchers need of the deployment, which owns them.
+
+    See :class:`~dynamo.serve.deployment.Deployment`.
+    """
+
+    @property
+    def happened(self) -> ProcessEvents:
+        """The log of events."""
+
+    def changed(self) -> None:
+        """Note that a process, a watcher or a lease appeared or disappeared."""
+
+    def added(self) -> None:
+        """Note a new watcher."""
+
+    def exited(self, pid: int) -> None:
+        """Forget a process that has been reaped: its number may become another's."""
+
+    def stopping(self, stage: int) -> None:
+        """Publish the stop stage, by which a signalled worker waits for the frontends."""
+
+    def quit_requested(self) -> None:
+        """Stop, on ``circusctl quit``."""
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """Report a failed watcher; stop if no frontend or worker is left."""
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher wrote, shortened; "" without one."""
+
+    def refusal(self, name: str) -> str:
+        """Return the error with which a program refused to start; "" without one."""
+
+    def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
+        """Whether a process registered a model, or is of a program that need not."""
+
+    def is_draining(self, watcher: SupervisedWatcher, or_asleep: bool) -> bool:
+        """Whether a watcher drains, as the statefile says, or sleeps."""
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Assign free GPUs if it holds none; return "", or which others have them."""
+
+    async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
+        """Replace the processes of ``watchers``; return "" or what failed."""
+
+    async def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply a changed graph; return the reply."""
+
+
 class RollingArbiter(Arbiter):  # type: ignore[misc]
     """An arbiter whose restarts and reloads keep requests served."""
 
-    events: Deployment
+    deployment: DeploymentHooks
     _tasks: Tasks
     _command: asyncio.Task[Any] | None = None
     """The last command; circus runs one at a time."""
@@ -126,7 +174,7 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
         self, watchers: Sequence[SupervisedWatcher], stop_first: bool
     ) -> dict[str, str] | None:
         """Replace the processes of ``watchers``; return the reply to a client that waits."""
-        problem = await self.events.restart(watchers, stop_first)
+        problem = await self.deployment.restart(watchers, stop_first)
         return error_reply(problem) if problem else None
 
     def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> Any:
@@ -136,7 +184,7 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
     @synchronized("arbiter_reload_graph")  # type: ignore[untyped-decorator]
     def reload_graph(self, request: Mapping[str, Any]) -> Any:
         """Handle ``dynamo reload``: apply the graph that ``request`` names."""
-        return self._run(self.events.reload(request), "reload the graph")
+        return self._run(self.deployment.reload(request), "reload the graph")
 
 
 class SupervisingArbiter(RollingArbiter):
@@ -149,7 +197,7 @@ class SupervisingArbiter(RollingArbiter):
         pubsub_endpoint: str,
         *,
         tasks: Tasks,
-        events: Deployment,
+        deployment: DeploymentHooks,
         announcer: Announcer,
         make_watcher: Callable[..., SupervisedWatcher],
     ) -> None:
@@ -167,7 +215,7 @@ class SupervisingArbiter(RollingArbiter):
         self.ctrl.initialize = owner_only()(self.ctrl.initialize)
         self.killing = False
         self._tasks = tasks
-        self.events = events
+        self.deployment = deployment
         self._announcer = announcer
         self._make_watcher = make_watcher
         self._alive: dict[int, tuple[SupervisedWatcher, SupervisedProcess]] = {}
@@ -200,7 +248,7 @@ class SupervisingArbiter(RollingArbiter):
         the stop.
         """
         self.start_nothing()
-        await self._by_stage(self.watchers, SupervisedWatcher.end, self.events.stopping)
+        await self._by_stage(self.watchers, SupervisedWatcher.end, self.deployment.stopping)
         # `circusctl rm --nostop` may have removed watchers whose processes still run.
         for watcher, process in list(self._alive.values()):
             await watcher.kill_process(process)
@@ -224,7 +272,7 @@ class SupervisingArbiter(RollingArbiter):
 
     def stop(self) -> None:
         """Handle ``circusctl quit``."""
-        self.events.quit_requested()
+        self.deployment.quit_requested()
 
     def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
         """Handle ``circusctl add``: add a supervised watcher. Its name also names its log file."""
@@ -244,7 +292,7 @@ class SupervisingArbiter(RollingArbiter):
         self.watchers.append(watcher)
         self._watchers_names[watcher.name.lower()] = watcher
         watcher.notify_event("add", {})
-        self.events.added()
+        self.deployment.added()
         return watcher
 
     async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
@@ -254,12 +302,12 @@ class SupervisingArbiter(RollingArbiter):
             self.watchers.remove(watcher)
             watcher.notify_event("remove", {"time": time.time()})
         await self._by_stage(watchers, SupervisedWatcher.end)
-        self.events.changed()
+        self.deployment.changed()
 
     def rm_watcher(self, name: str, nostop: bool = False) -> Any:
         """Handle ``circusctl rm``: remove a watcher; stop its processes unless ``nostop``."""
         removed = super().rm_watcher(name, nostop)
-        self.events.changed()
+        self.deployment.changed()
         return removed
 
     async def _stop_watchers(
@@ -304,8 +352,8 @@ class SupervisingArbiter(RollingArbiter):
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Record a started process of ``watcher``."""
         self._alive[process.pid] = (watcher, process)
-        self.events.happened.started(watcher.name, process.pid)
-        self.events.changed()
+        self.deployment.happened.started(watcher.name, process.pid)
+        self.deployment.changed()
 
     def reap_processes(self) -> None:
         """Reap every child that has exited, and kill the rest of its group and descendants."""
@@ -332,7 +380,7 @@ class SupervisingArbiter(RollingArbiter):
             return  # an adopted orphan
         process.reaped(status)
         watcher.ended(process, status)
-        self.events.exited(pid)
+        self.deployment.exited(pid)
 
     def _end_orphans(self) -> None:
         """Kill adopted orphans of processes that exited; spare the daemons of living ones.
@@ -361,9 +409,9 @@ class SupervisingArbiter(RollingArbiter):
         """Report a process that exited by itself and is going to be restarted."""
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
-        last = self.events.last_line(watcher.name)
+        last = self.deployment.last_line(watcher.name)
         hint = "; the kernel does that when memory runs out, see: journalctl -k"
-        self.events.happened.died(watcher.name, process.pid, f"{ended}; restarting it {when}")
+        self.deployment.happened.died(watcher.name, process.pid, f"{ended}; restarting it {when}")
         self._announcer.announce(
             f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
             + (hint if process.exit_status == -signal.SIGKILL else "")
@@ -373,8 +421,8 @@ class SupervisingArbiter(RollingArbiter):
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""
-        self.events.gave_up(watcher, reason)
-        self.events.changed()
+        self.deployment.gave_up(watcher, reason)
+        self.deployment.changed()
         if not watcher.processes and not self._stopping and not watcher.rolling:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
 
@@ -392,9 +440,9 @@ class SupervisingArbiter(RollingArbiter):
 
         ``stopped``: by a command. One that drains is removed then, too; one that sleeps stays.
         """
-        draining = self.events.is_draining(watcher, or_asleep=not stopped)
+        draining = self.deployment.is_draining(watcher, or_asleep=not stopped)
         if draining and not watcher.processes:
-            self.events.happened.add("drained", watcher.name, "all its requests have ended")
+            self.deployment.happened.add("drained", watcher.name, "all its requests have ended")
             self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
         return draining
 

@@ -234,7 +234,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._drained = self._emptied = False
         self.starting = True
         try:
-            if conflict := await self.arbiter.events.conflict(self):
+            if conflict := await self.arbiter.deployment.conflict(self):
                 self._give_up(conflict)
             elif self.starting:  # no stop has come
                 await super()._start()
@@ -245,9 +245,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.starting = False
         self.listener.close()  # first, so that no client waits for a process that does not come
         stopping = super()._stop(close_output_streams)  # it begins here: the status is set
-        self.arbiter.events.changed()
+        self.arbiter.deployment.changed()
         await stopping
-        self.arbiter.events.changed()
+        self.arbiter.deployment.changed()
 
     async def _restart(self) -> None:
         await self.arbiter.roll([self], False)
@@ -425,12 +425,12 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
-        served = self.arbiter.events.has_served(self, process.pid)
+        served = self.arbiter.deployment.has_served(self, process.pid)
         self.last_exit = describe_exit(status)
-        self.last_words = self.arbiter.events.last_line(self.name) if status > 0 else ""
+        self.last_words = self.arbiter.deployment.last_line(self.name) if status > 0 else ""
         self.restarts += 1
         refused = status in (USAGE_STATUS, os.EX_TEMPFAIL)
-        cause = self.arbiter.events.refusal(self.name) if refused else self.last_words
+        cause = self.arbiter.deployment.refusal(self.name) if refused else self.last_words
         verdict = self._restarts.died(
             loop.time(), lived_s, status, served=served, is_ours=self._is_ours, cause=cause
         )

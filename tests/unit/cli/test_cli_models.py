@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from dynamo.cli import models, reload
+from dynamo.cli import models
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import named_model
+from dynamo.operations import reload
+from dynamo.operations.steps.circus import CircusEndpoint
 from dynamo.serve.state.document import Document
 from dynamo.setup.new_graph import InstalledEngine, NewGraph
 
@@ -34,7 +36,7 @@ def test_ctrl_c_before_the_reply_removes_what_was_added(
             os.kill(os.getpid(), signal.SIGINT)
         return {"added": ["Worker3"], "warnings": [], "file": "graph.yaml"}
 
-    monkeypatch.setattr(models, "call", call)
+    monkeypatch.setattr(models, "reload_graph", call)
     source = named_model(MODEL)
     graph = NewGraph(model=source, engine=InstalledEngine("mocker", (), "dynamo"))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,11 +75,14 @@ def test_a_model_is_listed_when_every_frontend_serves_it(
 def test_a_request_waits_for_the_command_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = {"status": "error", "reason": "arbiter is already running arbiter_reload command"}
     replies: list[dict[str, Any]] = [busy, busy, {"status": "ok", "added": []}]
+
+    async def exchange(*_: Any) -> dict[str, Any]:
+        return replies.pop(0)
+
     monkeypatch.setattr(reload, "check_answers", lambda document: None)
-    monkeypatch.setattr(reload, "_RETRY_S", 0.0)
-    monkeypatch.setattr(reload, "_answer", lambda document, request: replies.pop(0))
-    assert reload.call(Document(), {})["added"] == []
+    monkeypatch.setattr(CircusEndpoint, "_exchange", exchange)
+    assert reload.reload_graph(Document(), {})["added"] == []
     assert replies == []
     replies += [{"status": "error", "reason": "no such service", "graph_is_wrong": True}]
     with pytest.raises(ConfigError, match="no such service"):
-        reload.call(Document(), {})
+        reload.reload_graph(Document(), {})

@@ -87,7 +87,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.specs = {spec.name: spec for spec in self.plan.specs}
-        self.events = self
+        self.deployment = self
         self.happened = ProcessEvents(BoxEventLog(self.statefile.path.parent))
         self.watchers = [
             Watcher(spec.name, self, {index: Process(index, spec.shares)})

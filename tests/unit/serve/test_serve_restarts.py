@@ -304,7 +304,7 @@ def refuse_starts(watcher: Any, reason: str) -> list[Any]:
         asked.append(of)
         return reason
 
-    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher.arbiter.deployment = SimpleNamespace(conflict=conflict)
     return asked
 
 
@@ -345,7 +345,7 @@ async def test_a_watcher_that_looks_for_gpus_does_not_count_as_stopped() -> None
         await found.wait()
         return ""
 
-    watcher.arbiter.events = SimpleNamespace(conflict=conflict, changed=lambda: None)
+    watcher.arbiter.deployment = SimpleNamespace(conflict=conflict, changed=lambda: None)
     watcher.listener = SimpleNamespace(close=lambda: None)
     watcher._status, watcher.given_up, watcher.restarts = "stopped", None, 0
     watcher.last_exit = watcher.last_words = ""
@@ -388,8 +388,10 @@ async def test_a_process_that_exits_at_once_does_not_stop_its_watcher() -> None:
         asyncio.get_running_loop().call_soon(watcher.processes.clear)
         return 1.0
 
-    events = SimpleNamespace(conflict=conflict, changed=lambda: None)
-    watcher.arbiter = SimpleNamespace(events=events, stopping=False, reap_processes=lambda: None)
+    deployment = SimpleNamespace(conflict=conflict, changed=lambda: None)
+    watcher.arbiter = SimpleNamespace(
+        deployment=deployment, stopping=False, reap_processes=lambda: None
+    )
     watcher.spawn_process, watcher.evpub_socket = spawn, None
     await watcher._start()
     assert watcher.status() == "active"

@@ -53,16 +53,16 @@ def spec(name: str, module: str) -> WatcherSpec:
     )  # fmt: skip
 
 
-def report(tmp_path: Path, announcer: Any, *specs: WatcherSpec) -> StartupReport:
+def report(tmp_path: Path, arbiter: Any, *specs: WatcherSpec, leases: Any = None) -> StartupReport:
     plan = DeploymentPlan(
         namespace="ns", specs=specs, config={}, gpu_ids=(), endpoint="e", pubsub_endpoint="p"
     )
-    return StartupReport(plan, tmp_path, announcer, lambda name: f"last of {name}")
+    return StartupReport(plan, tmp_path, arbiter, lambda name: f"last of {name}", arbiter, leases)
 
 
 async def first_reminder(made: StartupReport, arbiter: Announcements, leases: Leases) -> str:
     """Run the report until it reminds of what is not ready; return the text."""
-    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
+    running = asyncio.ensure_future(made.run())
     async with asyncio.timeout(10):
         await arbiter.said.wait()
     running.cancel()
@@ -87,7 +87,9 @@ async def test_the_reminder_names_what_loads(
     arbiter = Announcements("ns_A", "ns_B")
     arbiter.processes["ns_A"] = [SimpleNamespace(pid=os.getpid())]
     leases = Leases(tmp_path / "store", lambda: None)
-    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.attach"))
+    made = report(
+        tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.attach"), leases=leases
+    )
     first, *rest = (await first_reminder(made, arbiter, leases)).split("\n  ")
     assert first.startswith("not ready after ")
     assert first.endswith("1 of 2 processes are running; still waiting")
@@ -102,7 +104,9 @@ async def test_the_reminder_leaves_out_workers_that_were_removed(
 ) -> None:
     monkeypatch.setattr(startup, "_REMIND_EVERY_S", 0.05)
     arbiter, leases = Announcements("ns_A"), Leases(tmp_path / "store", lambda: None)
-    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.vllm"))
+    made = report(
+        tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.vllm"), leases=leases
+    )
     text = await first_reminder(made, arbiter, leases)
     assert "ns_A: not running" in text and "ns_B" not in text
 
@@ -111,8 +115,9 @@ def test_what_failed_is_named(tmp_path: Path) -> None:
     arbiter = Announcements("ns_A", "ns_B", "ns_C")
     arbiter.watchers[0].given_up = "5 deaths within 60 s"
     arbiter.watchers[1].deaths = 2
-    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"))
-    made._arbiter, made._leases = arbiter, SimpleNamespace(different=dict)  # type: ignore[assignment]
+    made = report(
+        tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), leases=SimpleNamespace(different=dict)
+    )
     assert made._failures() == ["given up: ns_A", "restarted: ns_B (2 exits)"]
 
 
@@ -166,8 +171,7 @@ async def test_different_models_of_one_name_are_announced(tmp_path: Path) -> Non
                 ModelInput.Tokens, ModelType.Chat, endpoint, str(model), model_name="m"
             )
         assert leases.different() == {"m": {os.getsid(0)}}
-        made = report(tmp_path, arbiter, spec("ns_A", "dynamo.mocker"))
-        made._arbiter, made._leases = arbiter, leases  # type: ignore[assignment]
+        made = report(tmp_path, arbiter, spec("ns_A", "dynamo.mocker"), leases=leases)
         made._announce_ready("ready: x")
     finally:
         for runtime in runtimes:
