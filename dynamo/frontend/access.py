@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings, checked_origins
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -41,12 +42,17 @@ _KEY_REQUESTS = counter(
 )
 
 
-def frontend_access(settings: FrontendSettings, local: str | None = None) -> Access | None:
+def frontend_access(
+    settings: FrontendSettings,
+    local: str | None = None,
+    on_keys: Callable[[str], None] = lambda text: None,
+) -> Access | None:
     """Return what the frontend demands of clients; None for nothing. Raises ConfigError.
 
-    ``local`` is the key of its deployment.
+    ``local`` is the key of its deployment; ``on_keys`` is called when the key file has changed.
     """
-    keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file, local)
+    path = settings.api_key_file
+    keys = None if path is None else ApiKeys(path, local, on_keys)
     tls = None
     if settings.tls_cert_path is not None and settings.tls_key_path is not None:
         ca_path = settings.tls_client_ca_cert_path

@@ -121,7 +121,7 @@ class Frontend:
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
         router = _checked(router)
-        access = frontend_access(settings, local_key(runtime.settings))
+        access = frontend_access(settings, local_key(runtime.settings), self._keys_changed)
         self._runtime = runtime
         self._settings = settings
         self._router = router
@@ -150,8 +150,9 @@ class Frontend:
         )
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
-        self._install_models(routes)
+        self._relay = self._install_models(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
+        self._routing = RoutingFeed(runtime, self.models, self._requests)
         self._ui = self._web_page(routes) if settings.serves_ui else None
         if guard is not None:
             self._install_operators(routes, guard)
@@ -168,7 +169,6 @@ class Frontend:
         )
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
-            access.keys.on_change = self._keys_changed
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self._on_loaded = on_loaded
@@ -178,8 +178,8 @@ class Frontend:
         scheme = "http" if self._settings.tls_cert_path is None else "https"
         return f"{scheme}://{bracketed(host)}:{port}"
 
-    def _install_models(self, routes: Routes) -> None:
-        """Add the routes of requests to models."""
+    def _install_models(self, routes: Routes) -> RelayRoutes:
+        """Add the routes of requests to models; return those of relayed ones."""
         requests, settings = self._requests, self._settings
         parts = requests, self.models, self._tasks
         openai, counts = OpenAIRoutes(*parts), PromptCountRoutes(*parts)
@@ -188,11 +188,12 @@ class Frontend:
         TokenizeRoutes(*parts).install(routes)
         if settings.anthropic_api:
             MessagesRoutes(requests, openai, counts).install(routes)
-        relay = self._relay = RelayRoutes(*parts)
+        relay = RelayRoutes(*parts)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
         show_stored_responses(requests.metrics, store)
         relay.install(routes)
+        return relay
 
     def _install_operators(self, routes: Routes, guard: OperatorGuard) -> None:
         """Add the routes that show or change what the frontend does."""
@@ -223,7 +224,6 @@ class Frontend:
         has_keys = self._settings.api_key_file is not None
         box = BoxSource(self._runtime, has_keys)
         guard = operator_guard(self._settings, own_pages=True)
-        self._routing = RoutingFeed(self._runtime, self.models, self._requests)
         own = OwnFacts(
             self._status.status,
             self._requests.metrics.recent,
@@ -406,7 +406,7 @@ class Frontend:
         self._status.stop()
         if self._ui is not None:
             self._ui.close()
-            self._routing.close()
+        self._routing.close()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

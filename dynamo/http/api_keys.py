@@ -90,16 +90,22 @@ class ApiKeys:
     """The keys of ``path``, reloaded by ``watch``. Raises ConfigError if the file is wrong.
 
     ``local`` is one more key of an operator, for programs of the deployment; it is not counted.
+    ``on_change`` is called with what a reload has changed.
     """
 
-    def __init__(self, path: str, local: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        local: str | None = None,
+        on_change: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._path = path
         self._local = None
         if local:
             self._local = ApiKey(_LOCAL_NAME, "operator", hashlib.sha256(local.encode()).digest())
         self.watch = FileWatch((path,), self._load)
         self.entries: dict[bytes, ApiKey] = {}
-        self.on_change: Callable[[str], None] = lambda text: None
+        self._on_change = on_change
         self._remembered: dict[tuple[str, bool], ApiKey] = {}
         self._load()
 
@@ -154,7 +160,7 @@ class ApiKeys:
         before, self.entries = self.entries, entries
         self._remembered.clear()
         if before and (text := _difference(before, entries)):
-            self.on_change(text)
+            self._on_change(text)
 
 
 def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:

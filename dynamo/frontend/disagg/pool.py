@@ -9,7 +9,6 @@ from functools import partial
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Unavailable
-from dynamo.frontend.disagg.metrics import QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import EndpointRecord, ModelCard, RuntimeConfig
@@ -160,7 +159,6 @@ class _Active:
         self._metrics = metrics
         self._cards: dict[int, ModelCard] = {}
         self._live: ConnectedRouter | None = None
-        self._publisher: QueueStatePublisher | None = None
 
     def instances(self) -> list[EndpointRecord]:
         """The live instances of the endpoint."""
@@ -196,13 +194,12 @@ class _Active:
         await live.start()
         router.attach(live.picker, live.client)
         live.on_change(self._changed)
-        use = partial(self._publish, model, live.client)
-        await runtime.publish_when_possible(*endpoint[:2], PREFILL_QUEUE, use)
+        publish = partial(self._publish, live.client)
+        await runtime.publish_when_possible(*endpoint[:2], PREFILL_QUEUE, publish)
 
-    def _publish(self, model: str, client: Client, publisher: EventPublisher) -> None:
+    def _publish(self, client: Client, publisher: EventPublisher) -> None:
         if self._router.workers.client is client:  # not closed before it could be registered
-            self._publisher = QueueStatePublisher(model, self._router.queue, publisher.publish)
-            self._router.on_change = self._publisher.check
+            self._router.publish(publisher.publish)
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Set the load above which a worker is busy."""
@@ -212,8 +209,6 @@ class _Active:
     async def close(self) -> None:
         """Disconnect; running prefills may finish."""
         self._router.detach()
-        if self._publisher is not None:
-            self._publisher.close()
         if self._live is not None:
             await self._live.close()
 

@@ -23,7 +23,7 @@ from dynamo.errors import (
     WorkersLost,
     WorkerUnavailable,
 )
-from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.metrics import PrefillMetrics, QueueStatePublisher
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, after_prefill
 from dynamo.frontend.disagg.sender import Fallback, PrefillSender, PrefillWorkers
 from dynamo.frontend.requests.dispatch import Dispatch
@@ -67,21 +67,18 @@ class PrefillRouter:
         self._dispatch = dispatch
         self._fallback = Fallback(model, block_size, settings, metrics, dispatch)
         self._sender = PrefillSender(
-            self.queue, self.workers, self._fallback, metrics, settings.prefill_patience_s
+            self.queue,
+            self.workers,
+            self._fallback,
+            metrics,
+            settings.prefill_patience_s,
+            self._queue_changed,
         )
+        self._publisher: QueueStatePublisher | None = None
         self._had_workers = False
         self._loop = asyncio.get_running_loop()
         if settings.enforce_disagg:
             dispatch.prefill = self  # also without a worker: it refuses the requests
-
-    @property
-    def on_change(self) -> Callable[[], None]:
-        """Called when the queue or the workers may have changed."""
-        return self._sender.on_change
-
-    @on_change.setter
-    def on_change(self, callback: Callable[[], None]) -> None:
-        self._sender.on_change = callback
 
     @property
     def active(self) -> bool:
@@ -161,6 +158,13 @@ class PrefillRouter:
         self.queue.busy = self.workers.busy
         for worker_id in self.queue.all_workers:
             self.remove_worker(worker_id)
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def publish(self, publish: Callable[[bytes], object]) -> None:
+        """Publish the state of the queue by ``publish`` until :meth:`detach`."""
+        self._publisher = QueueStatePublisher(self.model, self.queue, publish)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
         """Send prompts to the worker, within its capacity."""
@@ -237,6 +241,10 @@ class PrefillRouter:
         self._sender.send_next()
 
     # -- private steps
+
+    def _queue_changed(self) -> None:
+        if self._publisher is not None:
+            self._publisher.check()
 
     def _fits_another(self, prefill: PrefillRequest, error: DynamoError) -> bool:
         """Whether a worker rejected the prompt at its capacity and another may have room for it."""

@@ -233,11 +233,12 @@ class PrefillSender:
         fallback: Fallback,
         metrics: PrefillMetrics,
         patience_s: float,
+        on_change: Callable[[], None],
     ) -> None:
         self.queue = queue
         self.workers = workers
         self.patience_s = patience_s
-        self.on_change: Callable[[], None] = _ignore
+        self._on_change = on_change
         self._fallback = fallback
         self._metrics = metrics
         self._sending = False
@@ -269,7 +270,7 @@ class PrefillSender:
             self._sending = False
         if self.queue.is_blocked and self._timer is None:
             self._timer = self._loop.call_later(_BUSY_CHECK_S, self._check_busy)
-        self.on_change()
+        self._on_change()
 
     def workers_changed(self) -> None:
         """Send what fits now; without any worker, empty the queue."""
@@ -350,7 +351,3 @@ class PrefillSender:
         else:
             self.decode_only(prefill, "constraints", error)
         return True
-
-
-def _ignore() -> None:
-    """The default of ``on_change``."""

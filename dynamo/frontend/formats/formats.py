@@ -199,10 +199,16 @@ class ModelFormats:
     Chat answers have reasoning in ``reasoning_field``.
     """
 
-    def __init__(self, tool: str | None, reasoning: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tool: str | None,
+        reasoning: str | None,
+        tokenizer: Tokenizer,
+        reasoning_field: str = "reasoning_content",
+    ) -> None:
         self._tool = None if tool is None else TOOL_FORMATS[tool]
         self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
-        self.reasoning_field = "reasoning_content"
+        self._reasoning_field = reasoning_field
         self._calls = tool == "harmony"
         self._harmony = self._calls or reasoning == "gpt_oss"
         marks = HARMONY_MARKERS if self._harmony else self._shape.markers if self._shape else ()
@@ -210,12 +216,14 @@ class ModelFormats:
         self._with_tools = tokenizer.showing((*marks, *(self._tool.markers if self._tool else ())))
 
     @classmethod
-    def of(cls, card: ModelCard, tokenizer: Tokenizer) -> ModelFormats | None:
+    def of(cls, card: ModelCard, tokenizer: Tokenizer, reasoning_field: str) -> ModelFormats | None:
         """The formats that ``card`` names, None without any. An unknown name is logged."""
         config = card.runtime_config
         tool = _known(card, "tool_call_parser", config.tool_call_parser, TOOL_CALL_ALIASES)
         reasoning = _known(card, "reasoning_parser", config.reasoning_parser, REASONING_ALIASES)
-        return None if tool is reasoning is None else cls(tool, reasoning, tokenizer)
+        if tool is reasoning is None:
+            return None
+        return cls(tool, reasoning, tokenizer, reasoning_field)
 
     @property
     def can_force(self) -> bool:
@@ -250,7 +258,7 @@ class ModelFormats:
             _short_id if tool is not None and tool.short_ids else _id,
             1 if request.parallel_tool_calls is False else None,
             tool is not None and forced_name(request.tool_choice) is not None,
-            self.reasoning_field,
+            self._reasoning_field,
         )
 
     def _parser(

@@ -17,8 +17,8 @@ from dynamo.errors import ConfigError, ModelNotFound, shorten
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.prompt.preprocessor import Preprocessor, PromptMetrics
+from dynamo.frontend.requests.dispatch import Dispatch, Hold
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
@@ -89,17 +89,25 @@ def router_settings(card: ModelCard, settings: RouterSettings) -> RouterSettings
     return dataclasses.replace(settings, kv_events=False)
 
 
-def load_preprocessor(card: ModelCard, settings: RouterSettings) -> Preprocessor | None:
+def load_preprocessor(
+    card: ModelCard, settings: RouterSettings, frontend: FrontendSettings, metrics: PromptMetrics
+) -> Preprocessor | None:
     """Load what makes token ids of prompts; None for a relayed model whose router needs none, or
     whose card names no directory with a tokenizer. Blocks. Raises ConfigError."""
+    load = partial(
+        Preprocessor,
+        card,
+        excludes_unused_tools=frontend.exclude_tools_when_tool_choice_none,
+        reasoning_field=frontend.reasoning_field_name,
+    )
     if not is_relayed(card):
-        return Preprocessor(card)
+        return load(metrics=metrics)
     if settings.mode != "kv" or card.model_input != HTTP_INPUT:
         return None
     if not card.source_path or not Path(card.source_path, "tokenizer.json").is_file():
         return None
     try:
-        return Preprocessor(card)
+        return load()  # without metrics, which have no lock: it works in threads
     except ConfigError as error:
         log.warning("model %s is routed by its text: %s", card.display_name, error.message)
         return None
@@ -176,12 +184,18 @@ class ModelEntry:
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
     are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
-    its routes whose requests do not name the model in the body. ``on_worker`` is called when
-    requests can be sent to a worker again. ``problem`` says why it could not be loaded.
+    its routes whose requests do not name the model in the body. ``hold`` is that of its
+    :class:`Dispatch`; ``on_worker`` is called when requests can be sent to a worker again.
+    ``problem`` says why it could not be loaded.
     """
 
     def __init__(
-        self, card: ModelCard, metrics: FrontendMetrics, settings: FrontendSettings
+        self,
+        card: ModelCard,
+        metrics: FrontendMetrics,
+        settings: FrontendSettings,
+        hold: Hold,
+        on_worker: Callable[[], None],
     ) -> None:
         self.card = card
         self.name = card.display_name
@@ -205,7 +219,8 @@ class ModelEntry:
         self.served_since_s = 0.0
         self.loading = False
         self.problem = ""
-        self.on_worker: Callable[[], None] | None = None
+        self._hold = hold
+        self._on_worker = on_worker
         self._all_metrics = metrics
         self._router: ConnectedRouter | None = None
         self._closed = False
@@ -273,7 +288,9 @@ class ModelEntry:
         try:
             stage = "decode" if card.worker_type == "Decode" else "aggregated"
             settings = router_settings(card, settings).at_stage(stage)
-            preprocessor = await in_daemon_thread(load_preprocessor, card, settings)
+            preprocessor = await in_daemon_thread(
+                load_preprocessor, card, settings, self._settings, self._all_metrics.prompt
+            )
             loaded = await self._connect(runtime, settings, preprocessor)
         finally:
             self.loading = False
@@ -323,15 +340,12 @@ class ModelEntry:
         await router.start()
         router.on_change(self._workers_changed)
         router.client.on_inhibited(partial(self._on_inhibited, router.picker))
-        dispatch = Dispatch(router.picker, router.client, router.queue, self._migrations)
+        dispatch = Dispatch(
+            router.picker, router.client, router.queue, self._migrations, self._hold
+        )
         parts = name, card, self.metrics, router, dispatch, self.prefill
         if preprocessor is None:
             return LoadedModel(*parts, preprocessor)
-        if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
-            preprocessor.metrics = self._all_metrics.prompt
-        preprocessor.excludes_unused_tools = self._settings.exclude_tools_when_tool_choice_none
-        if preprocessor.formats is not None:
-            preprocessor.formats.reasoning_field = self._settings.reasoning_field_name
         return TokenModel(*parts, preprocessor)
 
     def _update(self) -> None:
@@ -358,11 +372,11 @@ class ModelEntry:
         self.prefill.open(runtime, settings, router)
 
     def _on_inhibited(self, picker: Picker, worker_id: int, avoided: bool) -> None:
-        if not avoided and worker_id in picker.worker_pool.members and self.on_worker is not None:
-            self.on_worker()  # the connection was lost, not the worker
+        if not avoided and worker_id in picker.worker_pool.members and self.loaded is not None:
+            self._on_worker()  # the connection was lost, not the worker
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
             self._all_metrics.workers.forget(worker_id)
-        if added and self.on_worker is not None:
-            self.on_worker()
+        if added and self.loaded is not None:
+            self._on_worker()

@@ -351,7 +351,13 @@ class Models:
             self._drop(entry)
             entry = None
         if entry is None:
-            entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
+            entry = self._entries[name] = ModelEntry(
+                card,
+                self._metrics,
+                self._settings,
+                hold=partial(self.on_demand.hold_dispatch, name),
+                on_worker=partial(self.on_demand.release, name),
+            )
             self.relays = any(one.relayed for one in self._entries.values())
             if self.relays:
                 self._on_relayed()
@@ -475,11 +481,9 @@ class Models:
             loaded = await entry.load(self._runtime, self._router)
             entry.problem = ""
             loaded.dispatch.report_to(self.saturation)
-            loaded.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
-            entry.on_worker = partial(self.on_demand.release, entry.name)
             self._on_loaded()
             if loaded.picker.worker_pool.members:
-                entry.on_worker()
+                self.on_demand.release(entry.name)
         except DynamoError as error:
             if entry.problem != error.message:
                 entry.problem = error.message

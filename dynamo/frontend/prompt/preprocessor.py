@@ -81,9 +81,9 @@ class Preprocessor:
     ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
-    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, where
-    set, observe the seconds that each prompt took. ``excludes_unused_tools``: prompts of chats with
-    ``tool_choice`` none have no tools.
+    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, if
+    any, observe the seconds that each prompt took. ``excludes_unused_tools``: prompts of chats with
+    ``tool_choice`` none have no tools. Chat answers have reasoning in ``reasoning_field``.
     """
 
     def __init__(
@@ -93,15 +93,18 @@ class Preprocessor:
         *,
         cache_bytes: int = CACHE_BYTES,
         custom_template_path: str | Path | None = None,
+        metrics: PromptMetrics | None = None,
+        excludes_unused_tools: bool = True,
+        reasoning_field: str = "reasoning_content",
     ) -> None:
         directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self._checksum = card.checksum or None
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
-        self.formats = ModelFormats.of(card, self.tokenizer)
+        self.formats = ModelFormats.of(card, self.tokenizer, reasoning_field)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
-        self.metrics: PromptMetrics | None = None
-        self.excludes_unused_tools = True
+        self._metrics = metrics
+        self._excludes_unused_tools = excludes_unused_tools
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
@@ -167,7 +170,7 @@ class Preprocessor:
 
     def _report(self, prepared: Prepared) -> Prepared:
         """Report the times of a request, on the event loop: the counters are not locked."""
-        metrics = self.metrics
+        metrics = self._metrics
         if metrics is not None:
             if prepared.rendered_s is not None:
                 metrics.template.observe(prepared.rendered_s)
@@ -281,7 +284,7 @@ class Preprocessor:
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
                 "worker a template"
             )
-        excluded = request.tool_choice == "none" and self.excludes_unused_tools
+        excluded = request.tool_choice == "none" and self._excludes_unused_tools
         try:
             return self.template.render(
                 request.messages if messages is None else messages,

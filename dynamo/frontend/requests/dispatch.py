@@ -81,13 +81,14 @@ class Dispatch:
         client: Client,
         queue: RequestQueue | None = None,
         migrations: Migrations | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self.picker = picker
         self.client = client
         self.queue = queue
         self.prefill: PrefillStep | None = None
         self.migrations = migrations or Migrations()
-        self.hold: Hold | None = None
+        self._hold = hold
         self._resends = ResendQueue(self._resend)
         # A trial that waited too long goes through the other queue: many may end in one turn.
         self._trials = TrialQueue(self._resend, self._has_trial_room, self._resends.add)
@@ -296,13 +297,13 @@ class Dispatch:
 
     def _held(self, engine_request: EngineRequest, error: DynamoError) -> bool:
         """Let the request wait for a worker if none answers and the model is started on demand."""
-        if self.hold is None or not isinstance(error, NoInstances):
+        if self._hold is None or not isinstance(error, NoInstances):
             return False
         # One that was killed is registered until its end is noticed.
         if self.picker.worker_pool.has_answering() or engine_request.request.closed:
             return False
         try:
-            return self.hold(engine_request, self._restart)
+            return self._hold(engine_request, self._restart)
         except Unavailable as full:
             engine_request.request.fail(full)
             return True

@@ -15,7 +15,6 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
-from dynamo.frontend.ui.model_store import ModelStore
 from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
@@ -104,8 +103,7 @@ class UiRoutes:
         self._requests = RequestFeed(own.recent, own.running, source.peers)
         feeds = {"requests": self._requests.read, "routing": own.routing}
         self.sampler = StatusSampler(source, own.status, tasks, feeds)
-        self.store = ModelStore(source.settings, tasks, self.sampler.wake)
-        self.sampler.store = self.store
+        self.store = self.sampler.store
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks

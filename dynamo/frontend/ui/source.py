@@ -79,7 +79,7 @@ class StatusSampler:
         self.history = _read_history(source.history_file)
         self._feeds = feeds
         self._shown: set[str] = set()
-        self.store: ModelStore | None = None
+        self.store = ModelStore(source.settings, tasks, self.wake)
         self._source = source
         self._own = own
         self._tasks = tasks
@@ -172,8 +172,6 @@ class StatusSampler:
         """Send how actions ended, and the progress of a download."""
         for outcome in self._source.outcomes():
             self.pages.send(event("outcome", msgspec.json.encode(outcome)))
-        if self.store is None:
-            return
         while self.store.outcomes:
             self.pages.send(event("outcome", msgspec.json.encode(self.store.outcomes.popleft())))
         if self.store.download is not None:

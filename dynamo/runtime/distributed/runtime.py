@@ -140,7 +140,8 @@ class DistributedRuntime:
                 )
             await self.discovery.start()
             if self._tls.watch is not None:
-                self.tasks.spawn(self._tls.follow(), name="renewed certificates")
+                follow = self._tls.follow(self.server.renew_certificate)
+                self.tasks.spawn(follow, name="renewed certificates")
             if self._nats is not None:
                 await self._nats.start()
 

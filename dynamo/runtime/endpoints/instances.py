@@ -186,14 +186,12 @@ class RuntimeDataWatch:
     """
 
     def __init__(self, discovery: Discovery, path: str, live: Container[int]) -> None:
-        self._discovery = discovery
-        self._prefix = f"{MODEL_CARDS}{path}/"
         self._live = live
         self._cards: dict[str, tuple[int, dict[str, Any]]] = {}
         self._changed = asyncio.Event()
+        self._watch = discovery.watch(f"{MODEL_CARDS}{path}/", self._on_key)
 
     async def __aenter__(self) -> RuntimeDataWatch:
-        self._watch = self._discovery.watch(self._prefix, self._on_key)
         await self._watch.ready()
         return self
 

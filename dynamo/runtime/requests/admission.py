@@ -122,7 +122,18 @@ class AdmissionQueue:
         self._limit, self._queue_limit = _UNLIMITED if limit is None else (limit, queue_limit)
         self._running = 0
         self._queue: deque[tuple[Callable[[], None], float]] = deque()
-        self._export(registry)
+        self._rejections = registry.child(_REJECTIONS)
+        self._enqueue_rejections = registry.child(_ENQUEUE_REJECTED)
+        self._waits = registry.child(_PERMIT_WAIT)
+        for spec, read in (
+            (_ENGINE_REQUEST, lambda: self._running),
+            (POOL_ACTIVE, lambda: self._running),
+            (_REQUEST_QUEUE, lambda: len(self._queue)),
+            (_QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
+            (POOL_CAPACITY, lambda: self._limit),
+            (_QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
+        ):
+            registry.child(spec).function = read
 
     @property
     def running(self) -> int:
@@ -187,17 +198,3 @@ class AdmissionQueue:
                 del self._queue[position]
                 return True
         return False
-
-    def _export(self, registry: Registry) -> None:
-        self._rejections = registry.child(_REJECTIONS)
-        self._enqueue_rejections = registry.child(_ENQUEUE_REJECTED)
-        self._waits = registry.child(_PERMIT_WAIT)
-        for spec, read in (
-            (_ENGINE_REQUEST, lambda: self._running),
-            (POOL_ACTIVE, lambda: self._running),
-            (_REQUEST_QUEUE, lambda: len(self._queue)),
-            (_QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
-            (POOL_CAPACITY, lambda: self._limit),
-            (_QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
-        ):
-            registry.child(spec).function = read

@@ -152,7 +152,6 @@ class RequestServer:
     ) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
         self._tls = tls or RequestTls()
-        self._tls.on_reload = self._renew_certificate
         self.draining = False
         self.engine_failure: type[DynamoError] | None = None
         self._listener: asyncio.AbstractServer | None = None
@@ -184,6 +183,13 @@ class RequestServer:
             self._port = sock.dup()
         await self._accept(sock)
         return str(wanted._replace(port=sock.getsockname()[1]))
+
+    def renew_certificate(self) -> None:
+        """Listen with the new certificate. Connections that wait to be accepted get it, too."""
+        if self._listener is not None and self._port is not None and not self.draining:
+            self._listener.close()
+            port = self._port.dup()
+            self._tasks.spawn(self._accept(port), name="listen with a new certificate")
 
     def register(
         self,
@@ -318,13 +324,6 @@ class RequestServer:
         loop = asyncio.get_running_loop()
         context = self._tls.server
         self._listener = await loop.create_server(self._connection, sock=port, ssl=context)
-
-    def _renew_certificate(self) -> None:
-        """Listen with the new certificate. Connections that wait to be accepted get it, too."""
-        if self._listener is not None and self._port is not None and not self.draining:
-            self._listener.close()
-            port = self._port.dup()
-            self._tasks.spawn(self._accept(port), name="listen with a new certificate")
 
     async def _listen(self, path: str) -> None:
         loop = asyncio.get_running_loop()

@@ -28,7 +28,6 @@ class RequestTls:
         self.client: ssl.SSLContext | None = None
         self.server_name: str | None = None
         self.watch: FileWatch | None = None
-        self.on_reload: Callable[[], None] = lambda: None
         if settings is None or settings.request_plane != "tcp":
             return
         self._settings = settings
@@ -43,18 +42,15 @@ class RequestTls:
         )
         paths = [path for path in files if path is not None]
         if paths:
-            self.watch = FileWatch(paths, self._reload)
+            self.watch = FileWatch(paths, self._load)
         self._load()
 
-    async def follow(self) -> None:
-        """Use renewed files for new connections, until cancelled."""
+    async def follow(self, on_reload: Callable[[], None]) -> None:
+        """Use renewed files for new connections, and call ``on_reload`` then, until cancelled."""
         while self.watch is not None:
             await asyncio.sleep(CHECK_S)
-            self.watch.check()
-
-    def _reload(self) -> None:
-        self._load()
-        self.on_reload()
+            if self.watch.check():
+                on_reload()
 
     def _load(self) -> None:
         server, client = _server(self._settings), _client(self._settings)

@@ -81,9 +81,8 @@ def stream(text: str, reason: str = "stop", **fields: Any) -> tuple[Any, list[An
 
 
 def test_reasoning_under_another_name() -> None:
-    model = Preprocessor(card(runtime_config=RuntimeConfig(reasoning_parser="qwen3")))
-    assert model.formats is not None
-    model.formats.reasoning_field = "reasoning"
+    qwen = card(runtime_config=RuntimeConfig(reasoning_parser="qwen3"))
+    model = Preprocessor(qwen, reasoning_field="reasoning")
     text = "<think>One two three.</think>Hi"
     message, chunks = stream(text, model=model)
     assert (message["reasoning"], message["content"]) == ("One two three.", "Hi")
@@ -93,10 +92,10 @@ def test_reasoning_under_another_name() -> None:
 
 
 def test_tools_that_must_not_be_called_may_stay_in_the_prompt() -> None:
-    model = Preprocessor(card(runtime_config=RuntimeConfig(tool_call_parser="hermes")))
+    hermes = card(runtime_config=RuntimeConfig(tool_call_parser="hermes"))
     fields = {"tools": TOOLS, "tool_choice": "none"}
-    short = prepare(model, **fields).prompt_tokens
-    model.excludes_unused_tools = False
+    short = prepare(Preprocessor(hermes), **fields).prompt_tokens
+    model = Preprocessor(hermes, excludes_unused_tools=False)
     assert prepare(model, **fields).prompt_tokens >= short
 
 
@@ -335,7 +334,13 @@ def test_unknown_parser_of_a_foreign_worker(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_workers_of_a_model_have_one_format() -> None:
-    entry = ModelEntry(card(), FrontendMetrics(Registry()), FrontendSettings())
+    entry = ModelEntry(
+        card(),
+        FrontendMetrics(Registry()),
+        FrontendSettings(),
+        hold=lambda *_: False,
+        on_worker=lambda: None,
+    )
     other = card(runtime_config=RuntimeConfig(tool_call_parser="hermes"))
     assert entry.agrees_with(other) == "tool_call_parser"
     assert entry.agrees_with(card()) == ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import prefill_patience
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
+from until import until
 
 from dynamo.cli.route import table
 from dynamo.errors import DynamoError, Overloaded, WorkerAtCapacity
@@ -65,10 +65,8 @@ async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
     report(box, SPARE, 60)
     caller = box.send()
     assert not box.prefillers.streams and len(box.router.queue) == 1 and caller.error is None
-    looked = asyncio.Event()
-    box.router.on_change = looked.set
     report(box, SPARE, 10)
-    await asyncio.wait_for(looked.wait(), 20)
+    await until(lambda: box.prefillers.streams)
     assert box.prefillers.streams[0].worker_id == SPARE
     box.prefillers.streams[0].answer({})
     caller.engine_request.release()
@@ -275,11 +273,9 @@ async def test_patience_has_an_end() -> None:
     box.join(PREFILL, SPARE)
     request = cached_at(box, PREFILL)
     box.send(routing=Routing(prefill_worker_id=PREFILL))
-    looked = asyncio.Event()
     sent(box, request)
     assert len(box.router.queue) == 1
-    box.router.on_change = looked.set
-    await asyncio.wait_for(looked.wait(), 20)
+    await until(lambda: not box.router.queue)
     assert box.prefillers.streams[-1].worker_id == SPARE
     box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=0.0)
     box.join(PREFILL, SPARE)

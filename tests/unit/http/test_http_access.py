@@ -53,7 +53,8 @@ class Site:
     """A server that demands keys and shows what a route sees."""
 
     def __init__(self, file: KeyFile) -> None:
-        self.keys = ApiKeys(file.path)
+        self.read = asyncio.Event()
+        self.keys = ApiKeys(file.path, on_change=lambda text: self.read.set())
         access = Access(keys=self.keys, is_open=OPEN.__contains__)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.refused: list[int] = []
@@ -100,11 +101,10 @@ class Site:
 
     async def rewrite(self, file: KeyFile, *lines: str) -> None:
         """Replace the keys, and wait until the server has read them."""
-        read = asyncio.Event()
-        self.keys.on_change = lambda text: read.set()
+        self.read.clear()
         file.write(*lines)
         async with asyncio.timeout(20):
-            await read.wait()
+            await self.read.wait()
 
     async def until(self, key: str, status: int) -> None:
         """Wait until requests with ``key`` get ``status``."""
