@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.errors import as_argument
@@ -17,16 +17,15 @@ from dynamo.protocols.status import (
     WorkerFigures,
     WorkerStatus,
 )
-from dynamo.serve.state.document import Document
-from dynamo.serve.state.entries import ServiceEntries, read_services
-from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.entries import ServiceEntries
+from dynamo.serve.state.view import DeploymentView
 
 _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
 """States of workers; the first that a worker has is that of its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendSighting:
+class FrontendView:
     """One frontend: its entry ``name``, its address, and its report if it answered.
 
     ``state`` is ready, draining or down. ``problem`` says why there is no ``status``.
@@ -44,22 +43,20 @@ def _nothing(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoxSighting:
-    """A deployment at ``at_s``, Unix time.
+class BoxView:
+    """A ``deployment`` at ``at_s``, Unix time, with the answers of its frontends and its planner.
 
-    ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
-    process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``planner``
-    is what a running one reports. ``loads`` has what a load would do, by service. ``uses_files``:
-    workers register in files, else ``registered`` has none. ``stopping``: the deployment stops.
+    ``uptimes`` has the recorded processes that live. ``last_output`` returns the last line of a
+    watcher. ``planner`` is what a running one reports. ``loads`` has what a load would do, by
+    service. ``uses_files``: workers register in files, else none is registered. ``stopping``: the
+    deployment stops.
     """
 
-    document: Document
+    deployment: DeploymentView
     at_s: float
     uptimes: Mapping[int, float] = field(default_factory=dict)
-    registered: Mapping[int, RegisteredWorker] = field(default_factory=dict)
-    reserved: Collection[str] = ()
     last_output: Callable[[str], str] = _nothing
-    frontends: tuple[FrontendSighting, ...] = ()
+    frontends: tuple[FrontendView, ...] = ()
     planner: PlannerReport | None = None
     gpus: tuple[GpuStatus, ...] = ()
     loads: Mapping[str, LoadEffect] = field(default_factory=dict)
@@ -80,12 +77,12 @@ class BoxSighting:
         )
 
 
-def worker_figures(seen: BoxSighting) -> dict[str, WorkerFigures]:
+def worker_figures(seen: BoxView) -> dict[str, WorkerFigures]:
     """Return the figures of each worker, by its id."""
     return _by_worker(one for model in _rows(seen) for one in model.workers)
 
 
-def model_figures(seen: BoxSighting) -> dict[str, ModelFigures]:
+def model_figures(seen: BoxView) -> dict[str, ModelFigures]:
     """Return the figures of each model, by its name; none if no frontend answered."""
     found: dict[str, list[ModelFigures]] = {}
     for one in _rows(seen):
@@ -93,7 +90,7 @@ def model_figures(seen: BoxSighting) -> dict[str, ModelFigures]:
     return {model: _sum(rows) for model, rows in found.items()}
 
 
-def _rows(seen: BoxSighting) -> Iterable[ModelFigures]:
+def _rows(seen: BoxView) -> Iterable[ModelFigures]:
     for frontend in seen.frontends:
         yield from frontend.status.models if frontend.status else ()
 
@@ -142,7 +139,7 @@ def largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
+def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
     """Return the models of the graph, those without workers too, in the graph's order.
 
     Then others that frontends list for the same workers.
@@ -150,7 +147,7 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     models: dict[str, list[WorkerStatus]] = {}
     loads: dict[str, list[LoadEffect]] = {}
     decoded: set[str] = set()
-    services = read_services(seen.document)
+    services = seen.deployment.services
     for service in services.values():
         name = _served_name(service.name, service.model, workers)
         models.setdefault(name, [])
@@ -242,7 +239,7 @@ def _holds(worker: WorkerStatus) -> bool:
 
 
 def _idle_timeouts_s(
-    seen: BoxSighting, services: Mapping[str, ServiceEntries]
+    seen: BoxView, services: Mapping[str, ServiceEntries]
 ) -> Mapping[str, tuple[float, float]]:
     """Return after which idle time the planner removes the last worker of each model, and the time
     since an operator loaded it; models that it keeps are not there."""
@@ -274,12 +271,12 @@ def _idle_until_s(
     return max(0.0, timeout_s - max(0.0, min(figures.idle_s, asked_s)))
 
 
-def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int]:
+def _wanted(seen: BoxView, workers: Sequence[WorkerStatus]) -> dict[str, int]:
     """Return the workers that the planner wants of each model; without one, those of the graph,
     and those that were added by hand."""
     planned = _planned(seen)
     found: dict[str, int] = {}
-    for service in read_services(seen.document).values():
+    for service in seen.deployment.services.values():
         model = _served_name(service.name, service.model, workers)
         number = planned.get((model, service.facts.pool))
         if number is None:
@@ -288,7 +285,7 @@ def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int
     return found
 
 
-def _planned(seen: BoxSighting) -> dict[tuple[str, str], int]:
+def _planned(seen: BoxView) -> dict[tuple[str, str], int]:
     """Return the workers that an acting planner wants, by model and pool."""
     planner = seen.planner
     if planner is None or planner.state == "observing":

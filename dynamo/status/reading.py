@@ -33,10 +33,11 @@ from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.room import load_effects
 from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.state.view import DeploymentView
 from dynamo.status.deployment import STATUS_SOCKET, ask, hang_of
 from dynamo.status.gpus import devices_of, read_gpus
 from dynamo.status.logs import last_line, planner_summary, read_planner
-from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
+from dynamo.status.models import BoxView, FrontendView, largest, model_statuses
 from dynamo.status.workers import OTHER_PROGRAMS, worker_statuses
 
 _REQUESTS = 50
@@ -82,7 +83,7 @@ class BoxCollector:
 
 def ask_frontends(
     document: Document, runtime: RuntimeSettings, api_key: str | None, own: FrontendStatus | None
-) -> Iterator[FrontendSighting]:
+) -> Iterator[FrontendView]:
     """Yield what each frontend answers; each has a second to do so.
 
     Without an ``api_key`` the key of the deployment is sent to those that need one. ``own`` is the
@@ -103,15 +104,13 @@ def get(frontend: KnownFrontend, api_key: str | None, path: str) -> tuple[int, b
     return _get(address, tls, api_key, path)
 
 
-def _ask(
-    frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | None
-) -> FrontendSighting:
+def _ask(frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | None) -> FrontendView:
     name, address = frontend.entry.name, frontend.listens.address
     if address is None:
-        return FrontendSighting(name=name, url="", state="down", problem=frontend.listens.problem)
+        return FrontendView(name=name, url="", state="down", problem=frontend.listens.problem)
     if not frontend.pid:
         text = "its process does not run"
-        return FrontendSighting(name=name, url=address.url, state="down", problem=text)
+        return FrontendView(name=name, url=address.url, state="down", problem=text)
     if own is not None:
         return _seen(name, address.url, own)
     try:
@@ -120,13 +119,11 @@ def _ask(
         return _seen(name, address.url, None, f"figures are missing: {error}")
     except (OSError, ValueError) as error:
         text = f"{address.url} does not answer: {error}"
-        return FrontendSighting(name=name, url=address.url, state="down", problem=text)
+        return FrontendView(name=name, url=address.url, state="down", problem=text)
     return _answered(name, address.url, status, body, api_key)
 
 
-def _answered(
-    name: str, url: str, status: int, body: bytes, api_key: str | None
-) -> FrontendSighting:
+def _answered(name: str, url: str, status: int, body: bytes, api_key: str | None) -> FrontendView:
     problem, found = "", None
     if status == 200:
         try:
@@ -142,9 +139,9 @@ def _answered(
     return _seen(name, url, found, problem)
 
 
-def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") -> FrontendSighting:
+def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") -> FrontendView:
     state = "draining" if found is not None and found.draining else "ready"
-    return FrontendSighting(name=name, url=url, state=state, status=found, problem=problem)
+    return FrontendView(name=name, url=url, state=state, status=found, problem=problem)
 
 
 def _get(
@@ -245,12 +242,16 @@ class BoxReader:
         entries = document.components.values()
         planner = read_planner(self._run_dir)
         gpus, uptimes = _gpus(document, entries), process_uptimes(document)
-        seen = BoxSighting(
+        deployment = DeploymentView(
             document=document,
+            registered=registered_workers(store_path(self._runtime)),
+            changes=_is_changed,
+            lives=lambda process: process.pid in uptimes,
+        )
+        seen = BoxView(
+            deployment=deployment,
             at_s=time.time(),
             uptimes=uptimes,
-            registered=registered_workers(store_path(self._runtime)),
-            reserved=[one.name for one in entries if _is_changed(one)],
             last_output=partial(self._last_output, document, uptimes),
             frontends=tuple(ask_frontends(document, self._runtime, api_key, own)),
             gpus=gpus,
@@ -341,7 +342,7 @@ def process_uptimes(document: Document) -> dict[int, float]:
 
 
 def _frontend_state(
-    frontends: tuple[FrontendSighting, ...], processes: tuple[WorkerStatus, ...]
+    frontends: tuple[FrontendView, ...], processes: tuple[WorkerStatus, ...]
 ) -> str:
     loading = {one.name for one in processes if one.state == "loading"}
     states = {
@@ -350,7 +351,7 @@ def _frontend_state(
     return next((one for one in ("ready", "draining", "loading", "down") if one in states), "none")
 
 
-def _requests(frontends: tuple[FrontendSighting, ...]) -> tuple[RequestRecord, ...]:
+def _requests(frontends: tuple[FrontendView, ...]) -> tuple[RequestRecord, ...]:
     found = [record for one in frontends if one.status for record in one.status.requests]
     found.sort(key=lambda record: -(record.received_at_s + record.duration_s))
     return tuple(found[:_REQUESTS])
@@ -358,7 +359,7 @@ def _requests(frontends: tuple[FrontendSighting, ...]) -> tuple[RequestRecord, .
 
 def problems_of(
     processes: tuple[WorkerStatus, ...],
-    frontends: tuple[FrontendSighting, ...],
+    frontends: tuple[FrontendView, ...],
     stopping: bool,
     planner: PlannerReport | None = None,
 ) -> tuple[str, ...]:

@@ -151,9 +151,9 @@ TOOLS = (
     ),
     Mutant(
         "draining-worker-shown-as-stopped",
-        "dynamo.status.workers",
-        "if entry.draining or (stopped and self.alive):",
-        "if entry.draining and not stopped:",
+        "dynamo.serve.state.view",
+        "if self.entry.draining or (self.pids and not self.kept and not self.reserved):",
+        "if self.entry.draining and (self.kept or self.reserved):",
         ("unit/status/test_status_workers.py::test_states_of_a_living_worker",),
     ),
     Mutant(

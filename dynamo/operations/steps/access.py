@@ -26,6 +26,8 @@ from pathlib import Path
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.steps.circus import (
+    STOPPED,
+    STOPPING,
     CircusEndpoint,
     CircusError,
     NoSuchWatcher,
@@ -39,10 +41,11 @@ from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
-from dynamo.serve.state.process_table import ledger_of, runs_here
+from dynamo.serve.state.process_table import is_reserved, ledger_of, runs_here
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.room import crowded_gpus
 from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.state.view import DeploymentView
 from dynamo.status.deployment import check_answers
 from dynamo.status.logs import last_line
 
@@ -179,6 +182,18 @@ class LocalAccess:
     def document(self) -> Document:
         """Read the statefile. Raises StatefileError, also without one."""
         return read_deployment(self.statefile)
+
+    def view(self, statuses: Mapping[str, str]) -> DeploymentView:
+        """Return the deployment now; ``statuses`` are those of its watchers. See :meth:`document`.
+
+        What was recorded of a process counts until the arbiter has written that it ended.
+        """
+        return DeploymentView(
+            document=self.document(),
+            registered=self.registrations.workers(),
+            changes=lambda entry: is_reserved(entry, self.active),
+            keeps=lambda entry: statuses.get(entry.name, STOPPED) not in (STOPPED, STOPPING),
+        )
 
     def entries(self) -> list[Entry]:
         """Return all entries of the statefile. Raises StatefileError."""

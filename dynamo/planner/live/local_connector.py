@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import psutil
 
@@ -21,7 +20,6 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import LocalAccess, open_access
-from dynamo.operations.steps.circus import STOPPED, STOPPING
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import remove_worker
 from dynamo.operations.steps.sleeping import (
@@ -45,48 +43,40 @@ from dynamo.planner.sharing.sharing import GpuRoom
 from dynamo.serve.state.document import STOPPED as STOPPED_BY_COMMAND
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
-from dynamo.serve.state.process_table import is_reserved, ledger_of
-from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.process_table import ledger_of
 from dynamo.serve.state.room import sleeper_to_wake
 from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.state.view import DeploymentView, WorkerState, WorkerView
 
 log = logging.getLogger(__name__)
 _SPARE_RAM = 0.1
 """Share of the RAM that stays available when one more worker sleeps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sighting:
-    """What was seen of a deployment at one time.
-
-    ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
-    that are being added, ``wakeable`` those of sleeping workers whose GPUs are free.
-    """
-
-    statuses: Mapping[str, str]
-    registered: Mapping[int, RegisteredWorker]
-    reserved: Collection[str] = ()
-    wakeable: Collection[str] = ()
-
-    def is_kept(self, entry: Entry) -> bool:
-        """Whether the arbiter has this watcher and keeps its processes running."""
-        return self.statuses.get(entry.name, STOPPED) not in (STOPPED, STOPPING)
+_STATES = {
+    WorkerState.STARTING: STARTING,
+    WorkerState.WAKING: STARTING,
+    WorkerState.SERVING: READY,
+    WorkerState.ASLEEP: ASLEEP,
+    WorkerState.DRAINING: DRAINING,
+}
+"""The planner's names of states; a worker in another one has exited."""
 
 
-def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimits) -> ScaledService:
+def service_now(
+    service: ServiceEntries,
+    view: DeploymentView,
+    limits: ActionLimits,
+    wakeable: Collection[str] = (),
+) -> ScaledService:
     """Return ``service`` with its workers, oldest first.
 
     A stopped watcher, by command or after too many deaths, has no worker. Whether it holds its
-    GPUs is in the ledger.
+    GPUs is in the ledger. ``wakeable`` are the sleeping workers whose GPUs are free.
     """
-    facts = service.facts
-    workers = tuple(worker for entry in service.entries for worker in _workers(entry, sighting))
-    models = (
-        sighting.registered[pid].model
-        for entry in service.entries
-        for pid in entry.pids
-        if pid in sighting.registered
-    )
+    facts, views = service.facts, view.of(service)
+    workers = tuple(worker for each in views for worker in _workers(each, wakeable))
+    models = (registered.model for each in views for registered in each.serving)
     return ScaledService(
         name=service.name,
         model=next((model for model in models if model), service.model),
@@ -101,73 +91,50 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
         asked_at=service.asked_at,
         groups=facts.model_args.group,
         relayed=facts.program == ATTACH,
-        stopped="" if workers else _stopped(service, sighting),
+        stopped="" if workers else next(filter(None, map(_stopped, views)), ""),
     )
 
 
-def _stopped(service: ServiceEntries, sighting: Sighting) -> str:
-    """Return a worker that a command has stopped, "" without one.
+def _stopped(view: WorkerView) -> str:
+    """Return the name of a worker that a command has stopped, "" for another.
 
-    Not one that was given up, nor one whose start was interrupted, which a repair removes.
+    Not of one that was given up, nor of one whose start was interrupted, which a repair removes.
     """
-    for entry in service.entries:
-        if entry.reserved_by is not None:
-            continue
-        by_command = entry.watcher is not None and entry.watcher.status == STOPPED_BY_COMMAND
-        if by_command and sighting.statuses.get(entry.name) == STOPPED:
-            return entry.name
-    return ""
+    by_command = view.watcher.status == STOPPED_BY_COMMAND and not view.kept
+    return view.entry.name if by_command and view.entry.reserved_by is None else ""
 
 
-def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str]) -> Entry | None:
+def newest(service: ServiceEntries, view: DeploymentView, spared: Collection[str]) -> Entry | None:
     """Return the entry of the worker to remove: that with the highest number, the template last.
 
     One that sleeps comes after all others. Never one that drains already, nor one that is being
     added or ``spared``.
     """
-    by_number = service.entries[::-1]
-    for entry in sorted(by_number, key=lambda one: one.asleep):
-        states = {worker.state for worker in _workers(entry, sighting)}
-        skipped = entry.name in spared or entry.name in sighting.reserved
-        if not skipped and states and DRAINING not in states:
-            return entry
+    by_number = view.of(service)[::-1]
+    for worker in sorted(by_number, key=lambda each: each.entry.asleep):
+        skipped = worker.entry.name in spared or worker.reserved
+        if not skipped and worker.is_expected and worker.lasting != WorkerState.DRAINING:
+            return worker.entry
     return None
 
 
-def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:
+def _workers(view: WorkerView, wakeable: Collection[str]) -> Iterator[ScaledWorker]:
     """Yield one worker for each process that serves; without any, one for all that will.
 
     While a restart or a reload replaces a process, the watcher has two, and is one worker.
     """
-    found = [sighting.registered[pid] for pid in entry.pids if pid in sighting.registered]
-    serving = [one for one in found if one.model is not None]
-    for one in serving:
-        state = _state(entry, sighting, True)
-        yield _worker(entry, state, one.worker_id, sighting)
-    kept = entry.name in sighting.reserved or sighting.is_kept(entry)
-    if not serving and (entry.pids or kept):
-        state = _state(entry, sighting, False)
-        worker_id = found[0].worker_id if found else None
-        yield _worker(entry, state, worker_id, sighting)
-
-
-def _worker(entry: Entry, state: str, worker_id: int | None, sighting: Sighting) -> ScaledWorker:
-    return ScaledWorker(
-        name=entry.name,
-        state=state,
-        worker_id=worker_id,
-        gpus=entry.gpus,
-        wakeable=state == ASLEEP and entry.name in sighting.wakeable,
-    )
-
-
-def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
-    leaving = not sighting.is_kept(entry) and entry.name not in sighting.reserved
-    if entry.draining or leaving:  # by us, or by circusctl rm or stop
-        return DRAINING
-    if entry.asleep:
-        return STARTING if entry.name in sighting.reserved else ASLEEP
-    return READY if serves else STARTING
+    state = _STATES.get(view.lasting)
+    if state is None or not view.is_expected:
+        return
+    ids = [registered.worker_id for registered in view.serving or view.registered[:1]]
+    for worker_id in ids or [None]:
+        yield ScaledWorker(
+            name=view.entry.name,
+            state=state,
+            worker_id=worker_id,
+            gpus=view.entry.gpus,
+            wakeable=state == ASLEEP and view.entry.name in wakeable,
+        )
 
 
 def gpu_capacity(statefile: Statefile, limits: ActionLimits) -> GpuCapacity:
@@ -226,12 +193,13 @@ class LocalConnector:
 
     async def services(self) -> Mapping[str, ScaledService]:
         """See :class:`Connector`."""
-        statuses = await self._access.statuses()
-        document = self._access.document()
-        sighting = self._sighting(document, statuses)
+        view = self._access.view(await self._access.statuses())
+        ledger = ledger_of(view.document)
+        asleep = (name for name, entry in view.document.components.items() if entry.asleep)
+        wakeable = {name for name in asleep if ledger.can_hold(name)}
         return {
-            name: service_now(service, sighting, self._access.limits)
-            for name, service in read_services(document).items()
+            name: service_now(service, view, self._access.limits, wakeable)
+            for name, service in view.services.items()
         }
 
     async def reconcile(self) -> list[str]:
@@ -290,15 +258,15 @@ class LocalConnector:
         try:
             await self._repair()
             statuses = await self._access.statuses()
-            sighting = self._sighting(self._access.document(), statuses)
-            asleep = await self._put_to_sleep(service, sighting)
-            return asleep or await self._remove(service, sighting)
+            asleep = await self._put_to_sleep(service, statuses)
+            return asleep or await self._remove(service, statuses)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
 
-    async def _remove(self, name: str, sighting: Sighting) -> str:
-        service = self._access.service(self._access.document(), name)
-        entry = newest(service, sighting, self._access.active)
+    async def _remove(self, name: str, statuses: Mapping[str, str]) -> str:
+        view = self._access.view(statuses)
+        service = self._access.service(view.document, name)
+        entry = newest(service, view, self._access.active)
         if entry is None:
             raise ActionFailed(f"{name}: no worker to remove")
         return await remove_worker(self._access, service, entry)
@@ -308,10 +276,11 @@ class LocalConnector:
         if self._access.needs_repair and not self._access.active:
             await self.reconcile()
 
-    async def _put_to_sleep(self, name: str, sighting: Sighting) -> str:
+    async def _put_to_sleep(self, name: str, statuses: Mapping[str, str]) -> str:
         """Put the newest worker to sleep; return its watcher, "" if it is to be removed."""
-        service = self._access.service(self._access.document(), name)
-        entry = newest(service, sighting, self._access.active)
+        view = self._access.view(statuses)
+        service = self._access.service(view.document, name)
+        entry = newest(service, view, self._access.active)
         if self._engines is None or entry is None or entry.asleep or not self._may_sleep(service):
             return ""
         self._falling[name] += 1
@@ -337,24 +306,6 @@ class LocalConnector:
         each = self._asleep_bytes.get(service.name) or memory_of(asleep[0].pids)
         ram = psutil.virtual_memory()
         return each > 0 and ram.available - (falling + 1) * each >= _SPARE_RAM * ram.total
-
-    def _sighting(self, document: Document, statuses: Mapping[str, str]) -> Sighting:
-        active, ledger = self._access.active, ledger_of(document)
-        return Sighting(
-            statuses=statuses,
-            registered=self._access.registrations.workers(),
-            reserved={
-                entry.name
-                for service in read_services(document).values()
-                for entry in service.entries
-                if is_reserved(entry, active)
-            },
-            wakeable={
-                name
-                for name, entry in document.components.items()
-                if entry.asleep and ledger.can_hold(name)
-            },
-        )
 
 
 def memory_of(pids: Iterable[int]) -> int:

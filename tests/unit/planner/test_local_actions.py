@@ -29,7 +29,7 @@ from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.__main__ import run_planner
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
-from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
+from dynamo.planner.live.local_connector import LocalConnector, service_now
 from dynamo.runtime.discovery.layout import ensure_directories
 from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.serve.state.document import (
@@ -42,8 +42,8 @@ from dynamo.serve.state.document import (
     RecordedProcess,
     Supervision,
 )
-from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.view import DeploymentView
 
 GRAPH = """
 W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}
@@ -507,10 +507,10 @@ def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> No
     assert document is not None
     registered = {7: RegisteredWorker(pid=7, leases=(1,), worker_id=1, model="tiny")}
     document.components["dynamo_W"].processes = (RecordedProcess(7), RecordedProcess(8))
-    sighting = Sighting(statuses={"dynamo_W": "active"}, registered=registered)
 
     def workers() -> list[tuple[str, int | None]]:
-        service = service_now(read_services(document)["W"], sighting, ActionLimits())
+        view = DeploymentView(document=document, registered=registered, changes=lambda entry: False)
+        service = service_now(view.services["W"], view, ActionLimits())
         return [(one.state, one.worker_id) for one in service.workers]
 
     assert workers() == [(READY, 1)]
@@ -535,6 +535,11 @@ def test_a_service_whose_only_watcher_was_stopped_by_a_command(
     document.components["dynamo_W"].processes = ()
     document.components["dynamo_W"].watcher = Supervision(status=kept)
     document.components["dynamo_W"].reserved_by = owner
-    sighting = Sighting(statuses={"dynamo_W": status}, registered={})
-    service = service_now(read_services(document)["W"], sighting, ActionLimits())
+    view = DeploymentView(
+        document=document,
+        registered={},
+        changes=lambda entry: False,
+        keeps=lambda entry: status == "active",
+    )
+    service = service_now(view.services["W"], view, ActionLimits())
     assert service.stopped == stopped

@@ -7,7 +7,8 @@ from typing import Any
 
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.status.models import BoxSighting
+from dynamo.serve.state.view import DeploymentView
+from dynamo.status.models import BoxView
 
 PYTHON = ["python", "-m"]
 MOCKER = [*PYTHON, "dynamo.mocker", "--model-path", "m", "--model-name", "tiny"]
@@ -41,18 +42,19 @@ def document(*entries: dict[str, Any], **workers: int) -> dict[str, Any]:
     }
 
 
-def seen(found: dict[str, Any], *serving: int, **more: Any) -> BoxSighting:
-    """Return a sighting in which every process lives, and those in ``serving`` have a model."""
+def seen(found: dict[str, Any], *serving: int, **more: Any) -> BoxView:
+    """Return a view in which every process lives, and those in ``serving`` have a model."""
     pids = [p["pid"] for one in found["components"].values() for p in one["processes"]]
-    return BoxSighting(
-        **{
-            "document": Document.of(found),
-            "at_s": 1000.0,
-            "uptimes": dict.fromkeys(pids, 5.0),
-            "registered": {
-                pid: RegisteredWorker(pid=pid, leases=(pid,), worker_id=pid, model="tiny")
-                for pid in serving
-            },
-            **more,
-        }
+    uptimes = more.pop("uptimes", dict.fromkeys(pids, 5.0))
+    reserved = more.pop("reserved", ())
+    workers = {
+        pid: RegisteredWorker(pid=pid, leases=(pid,), worker_id=pid, model="tiny")
+        for pid in serving
+    }
+    deployment = DeploymentView(
+        document=Document.of(found),
+        registered=more.pop("registered", workers),
+        changes=lambda entry: entry.name in reserved,
+        lives=lambda process: process.pid in uptimes,
     )
+    return BoxView(**{"deployment": deployment, "at_s": 1000.0, "uptimes": uptimes, **more})

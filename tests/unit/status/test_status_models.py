@@ -17,13 +17,13 @@ from dynamo.protocols.status import (
     WorkerFigures,
 )
 from dynamo.serve.state.document import ABSENT
-from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
+from dynamo.status.models import BoxView, FrontendView, model_statuses
 from dynamo.status.workers import worker_statuses
 
 FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}
 
 
-def model(found: BoxSighting) -> ModelStatus:
+def model(found: BoxView) -> ModelStatus:
     (status,) = model_statuses(found, worker_statuses(found))
     return status
 
@@ -41,9 +41,9 @@ def planner(state: str = "running", on_demand: tuple[str, ...] = ("tiny",)) -> P
     )
 
 
-def frontend(**figures: Any) -> FrontendSighting:
+def frontend(**figures: Any) -> FrontendView:
     status = FrontendStatus(models=(ModelFigures(model="tiny", **figures),))
-    return FrontendSighting(name="d_F", url="", state="ready", status=status)
+    return FrontendView(name="d_F", url="", state="ready", status=status)
 
 
 def test_ready_and_wanted() -> None:
@@ -115,7 +115,7 @@ def test_an_adapter_is_a_model_of_the_same_workers() -> None:
     adapter = ModelFigures(model="lora", workers=(WorkerFigures(worker="b", in_flight=3),))
     unknown = ModelFigures(model="other", workers=(WorkerFigures(worker="ff"),))
     status = FrontendStatus(models=(adapter, unknown))
-    sighting = FrontendSighting(name="d_F", url="", state="ready", status=status)
+    sighting = FrontendView(name="d_F", url="", state="ready", status=status)
     found = seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(sighting,))
     base, lora = model_statuses(found, worker_statuses(found))
     assert (base.model, lora.model) == ("tiny", "lora")
@@ -123,14 +123,14 @@ def test_an_adapter_is_a_model_of_the_same_workers() -> None:
 
 
 def test_figures_are_missing_while_no_frontend_answers() -> None:
-    down = FrontendSighting(name="d_F", url="", state="down", problem="x")
+    down = FrontendView(name="d_F", url="", state="down", problem="x")
     assert model(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(down,))).figures is None
 
 
 def test_idle_until() -> None:
     found = document(entry("d_W", MOCKER, 11))
 
-    def left_s(sighting: FrontendSighting, **more: Any) -> float | None:
+    def left_s(sighting: FrontendView, **more: Any) -> float | None:
         return model(seen(found, 11, frontends=(sighting,), **more)).idle_until_s
 
     idle, busy = frontend(idle_s=100.0), frontend(idle_s=0.0, in_flight=1)

@@ -22,7 +22,7 @@ from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.serve.state.registered import registered_workers
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, planner_summary, progress_in
-from dynamo.status.models import FrontendSighting
+from dynamo.status.models import FrontendView
 from dynamo.status.reading import BoxReader, UnreadableCertificate, problems_of, trusting
 from dynamo.status.status_socket import StatusSocket
 
@@ -143,7 +143,7 @@ def test_a_worker_has_the_names_of_its_adapters(tmp_path: Path) -> None:
 
 def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
     failed = WorkerStatus(name="d_W", service="W", state="failed", cause="c", remedy="r")
-    down = FrontendSighting(name="d_F", url="", state="down", problem="its process does not run")
+    down = FrontendView(name="d_F", url="", state="down", problem="its process does not run")
     assert len(problems_of((failed,), (down,), stopping=False)) == 2
     off = PlannedModel(model="m", at_s=0.0, text="", problem="the policy is switched off: x")
     report = PlannerReport(pid=1, start_ticks=1, state="running", mode="load", models=(off,))

@@ -16,13 +16,13 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.status.models import BoxSighting, FrontendSighting
+from dynamo.status.models import BoxView, FrontendView
 from dynamo.status.workers import worker_statuses
 
 FRONTEND = [*PYTHON, "dynamo.frontend"]
 
 
-def one(found: BoxSighting) -> WorkerStatus:
+def one(found: BoxView) -> WorkerStatus:
     (status,) = worker_statuses(found)
     return status
 
@@ -155,7 +155,7 @@ def test_a_frontend_is_as_it_answers() -> None:
         ("down", False, "loading"),
         ("down", True, "failed"),
     ):
-        frontend = FrontendSighting(name="d_F", url="http://x", state=state)
+        frontend = FrontendView(name="d_F", url="http://x", state=state)
         status = one(seen(found, *([11] if leased else []), frontends=(frontend,)))
         assert status.state == expected, (state, leased)
     assert "does not answer" in status.cause and status.remedy == "dynamo restart d_F"
@@ -163,7 +163,7 @@ def test_a_frontend_is_as_it_answers() -> None:
 
 def test_a_registered_worker_that_the_frontend_rejects() -> None:
     status = FrontendStatus(rejected={"b": "its template is broken"})
-    frontend = FrontendSighting(name="d_F", url="http://x", state="ready", status=status)
+    frontend = FrontendView(name="d_F", url="http://x", state="ready", status=status)
     found = one(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(frontend,)))
     assert found.state == "failed" and found.remedy == "dynamo restart d_W"
     assert found.cause == "the frontend gives it no requests: its template is broken"
@@ -172,7 +172,7 @@ def test_a_registered_worker_that_the_frontend_rejects() -> None:
 def test_workers_with_different_models_of_one_name() -> None:
     """A restart helps if the files of a service have changed; not if the graph is wrong."""
     status = FrontendStatus(rejected={"b": "others have another checksum"})
-    frontend = FrontendSighting(name="d_F", url="http://x", state="ready", status=status)
+    frontend = FrontendView(name="d_F", url="http://x", state="ready", status=status)
 
     def remedies(second: str, *serving: int) -> list[str]:
         found = document(entry("d_A", MOCKER, 11), entry(second, MOCKER, 12))
@@ -194,10 +194,10 @@ def test_workers_with_different_models_of_one_name() -> None:
 
 
 def test_figures_and_gpu_memory_of_a_worker() -> None:
-    def frontend(in_flight: int, kv_use: float | None) -> FrontendSighting:
+    def frontend(in_flight: int, kv_use: float | None) -> FrontendView:
         figures = WorkerFigures(worker="b", in_flight=in_flight, kv_use=kv_use)
         model = ModelFigures(model="tiny", workers=(figures,))
-        return FrontendSighting(
+        return FrontendView(
             name="d_F", url="", state="ready", status=FrontendStatus(models=(model,))
         )
 
@@ -217,7 +217,7 @@ def test_without_file_discovery_the_frontend_knows() -> None:
     model = ModelFigures(model="tiny")
     for workers, state in (((), "loading"), ((WorkerFigures(worker="b"),), "ready")):
         figures = FrontendStatus(models=(ModelFigures(model="tiny", workers=workers),))
-        frontend = FrontendSighting(name="d_F", url="", state="ready", status=figures)
+        frontend = FrontendView(name="d_F", url="", state="ready", status=figures)
         assert one(seen(found, uses_files=False, frontends=(frontend,))).state == state
     assert model.workers == ()
 
