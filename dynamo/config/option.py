@@ -264,7 +264,8 @@ def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Option)
         return _number(name, raw, kind, spec)
     value = spec.aliases.get(raw, raw)
     if spec.choices and value not in spec.choices:
-        raise ConfigError(f"{name} must be one of {', '.join(spec.choices)}, got {raw!r}")
+        instead = f"; {spec.retired[value]}" if value in spec.retired else ""
+        raise ConfigError(f"{name} must be one of {', '.join(spec.choices)}, got {raw!r}{instead}")
     return value
 
 

@@ -23,9 +23,10 @@ class Option(NamedTuple):
 
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
     ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice. ``heading`` starts a section of ``--help`` at this field. A flag that may
-    ``repeat`` takes one value each time, or ``several``. Unless it ``shows_default``, its help says
-    what is in force without it.
+    the canonical choice, ``retired`` maps refused values to what the error says about them.
+    ``heading`` starts a section of ``--help`` at this field. A flag that may ``repeat`` takes one
+    value each time, or ``several``. Unless it ``shows_default``, its help says what is in force
+    without it.
     """
 
     flags: tuple[str, ...]
@@ -33,6 +34,7 @@ class Option(NamedTuple):
     help: str
     choices: tuple[str, ...] = ()
     aliases: Mapping[str, str] = MappingProxyType({})
+    retired: Mapping[str, str] = MappingProxyType({})
     minimum: float | None = None
     maximum: float | None = None
     exclusive_minimum: bool = False

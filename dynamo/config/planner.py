@@ -177,7 +177,10 @@ class PlannerSettings:
     load_predictor: str = option(
         "kalman",
         "--load-predictor",
-        choices=("constant", "arima", "kalman", "prophet"),
+        choices=("constant", "kalman"),
+        retired=dict.fromkeys(
+            ("arima", "prophet"), "kalman, the default, replaces it and needs no library"
+        ),
         help="how the traffic is forecast",
     )
     load_prediction_window_size: int = option(

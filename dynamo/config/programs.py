@@ -187,8 +187,6 @@ EXTRAS = (
         ("kubernetes",),
         "environment",
     ),
-    Extra("planner", "statsmodels", "PlannerSettings.load_predictor", ("arima",), "load-predictor"),
-    Extra("planner", "prophet", "PlannerSettings.load_predictor", ("prophet",), "load-predictor"),
     Extra(
         "aic",
         "aiconfigurator",

@@ -99,7 +99,6 @@ _PLANNER_SHARE = 0.4
 _PLANNER_MODES = ("sla", "load+sla", "auto", "load")
 _PLANNER_LINES = (
     "load-predictor: constant",
-    "load-predictor: arima",
     "load-predictor: kalman",
     "max-sleeping-workers: 0",
     "max-sleeping-workers: 2",

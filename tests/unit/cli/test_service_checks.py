@@ -176,7 +176,6 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         ("[python, worker.py, --x]", {"DYN_DISCOVERY_BACKEND": "etcd"}, "etcd"),
         ("dynamo.frontend", {"OTEL_EXPORT_ENABLED": "1"}, "otel"),
         ("dynamo.frontend, router-prefill-load-model: aic", {}, "aic"),
-        ("dynamo.planner, load-predictor: prophet", {}, "planner"),
         ("dynamo.planner, environment: kubernetes, graph-deployment: g", {}, "kubernetes"),
     ],
 )
