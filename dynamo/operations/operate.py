@@ -30,7 +30,7 @@ from dynamo.operations.loading import (
     sleepers_and_others,
     wait_until_served,
 )
-from dynamo.operations.outside import ask_planner, find_outside, no_planner
+from dynamo.operations.planner_client import ask_planner, no_planner
 from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps.access import LocalAccess, complete_all, open_access
 from dynamo.operations.steps.circus import CircusEndpoint, retried
@@ -81,8 +81,7 @@ async def recorded(
 class BoxActions:
     """The actions on the deployment in the namespace of ``runtime``, on one event loop.
 
-    NAME is a worker (``dynamo_Worker_1``), or a service or a model: then all of its workers. Drain,
-    sleep and wake also take the id of a worker that was started outside of the deployment.
+    NAME is a worker (``dynamo_Worker_1``), or a service or a model: then all of its workers.
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
@@ -107,10 +106,6 @@ class BoxActions:
 
     async def drain(self, name: str) -> Steps:
         """Let workers finish their requests and exit; their GPUs are free then."""
-        if outside := find_outside(self._runtime, name):
-            async for text in outside.drain():
-                yield text
-            return
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
             found = await _find(access, name)
             workers = [w for w in found if not w[1].draining or not is_reserved(w[1], self._active)]
@@ -127,10 +122,6 @@ class BoxActions:
 
     async def sleep(self, name: str) -> Steps:
         """Let workers finish their requests and free the memory of their GPUs."""
-        if outside := find_outside(self._runtime, name):
-            async for text in outside.sleep(open_engines(self._runtime)):
-                yield text
-            return
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             found = await _find(access, name)
@@ -151,10 +142,6 @@ class BoxActions:
 
     async def wake(self, name: str) -> Steps:
         """Restore the memory of workers that sleep; they serve again."""
-        if outside := find_outside(self._runtime, name):
-            async for text in outside.wake(open_engines(self._runtime)):
-                yield text
-            return
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             found = await _find(access, name)

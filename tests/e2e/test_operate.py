@@ -17,7 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import jsonschema
 import pytest
-from deployment import MODEL, Deployment, free_port
+from deployment import MODEL, free_port
 from forked_kit import run_verb
 from load_kit import Load
 from pty_screen import PtyScreen
@@ -406,24 +406,10 @@ def test_a_planner_finishes_the_wake_of_a_command_that_was_killed(box: Box) -> N
     box.serving.assert_clean()
 
 
-def test_a_worker_outside_of_a_deployment(deployment: Deployment) -> None:
-    process = deployment.mocker("--enable-sleep-mode", "--wake-time", "0")
-    deployment.frontend()
-    deployment.wait_for_workers(1)
-
-    def dynamo(*words: str) -> str:
-        done = run_verb(*words, env=deployment.env)
-        return done.stdout + done.stderr
-
-    health = json.loads(deployment.request("GET", "/health")[2])
-    worker = f"{health['instances'][0]['instance_id']:x}"
-    assert f"asleep; wake it with: dynamo wake {worker}" in dynamo("sleep", worker)
-    deployment.wait_for_workers(0)
-    assert "awake" in dynamo("wake", worker)
-    deployment.wait_for_workers(1)
-    assert dynamo("drain", worker).endswith(f"worker {worker}: drained\n")
-    assert process.wait(10) == 0
-    assert "no deployment runs" in dynamo("drain", worker)
+def test_the_id_of_a_worker_outside_of_the_deployment_is_no_name(box: Box) -> None:
+    done = box.dynamo("drain", "1a2b")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no service or worker '1a2b' in namespace" in done.stderr
 
 
 def test_a_failed_worker_is_started_again(serving: Serving) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
-from dynamo.operations.outside import MOST_GPUS, check_change
+from dynamo.operations.planner_client import MOST_GPUS, check_change
 from dynamo.planner.connector import ScaledService
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.protocols.control import PlannerChange, PlannerState

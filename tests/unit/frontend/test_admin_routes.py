@@ -22,7 +22,7 @@ from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
-from dynamo.operations.outside import ask_planner
+from dynamo.operations.planner_client import ask_planner
 from dynamo.protocols.control import PlannerChange
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime.process.tasks import Tasks

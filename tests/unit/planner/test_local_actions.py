@@ -20,7 +20,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.operations import operate
 from dynamo.operations.operate import BoxActions
-from dynamo.operations.outside import ask_planner
+from dynamo.operations.planner_client import ask_planner
 from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps import access, circus
 from dynamo.operations.steps.access import LocalAccess, open_access

@@ -11,7 +11,7 @@ from dynamo.frontend.requests.errors import error_response
 from dynamo.http import Exchange
 from dynamo.http.access import operator_name
 from dynamo.http.routes import Routes, in_task
-from dynamo.operations.outside import call_planner_of, check_change, no_planner
+from dynamo.operations.planner_client import call_planner_of, check_change, no_planner
 from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import state_path
