@@ -69,7 +69,7 @@ RUNTIME = (
     ),
     Mutant(
         "keys-lost-after-an-etcd-outage",
-        "dynamo.runtime.discovery.etcd_lease",
+        "dynamo.runtime.discovery.etcd.lease",
         "        self._unwritten.update(self.keys)\n",
         "",
         (

@@ -15,8 +15,8 @@ from dynamo.config.runtime import EtcdSettings, RuntimeSettings
 from dynamo.errors import ConfigError, WorkerUnavailable
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent
-from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.discovery.etcd_lease import EtcdLease, tombstone_key
+from dynamo.runtime.discovery.etcd.discovery import EtcdDiscovery
+from dynamo.runtime.discovery.etcd.lease import EtcdLease, tombstone_key
 
 rpc = pytest.importorskip("aetcd.rpc")
 grpc = pytest.importorskip("grpc")
@@ -338,8 +338,8 @@ def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
 async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.discovery.etcd")
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.discovery.etcd_link")
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.discovery.etcd.discovery")
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.discovery.etcd.link")
     monkeypatch.setitem(sys.modules, "aetcd", None)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[etcd\]'"):
         DistributedRuntime(settings=RuntimeSettings(discovery_backend="etcd"))

@@ -21,8 +21,8 @@ from dynamo.runtime.discovery import MemoryDiscovery
 nats = pytest.importorskip("nats")
 pytestmark = needs_nats
 
-from dynamo.runtime.events import nats as nats_link  # noqa: E402
-from dynamo.runtime.events.nats import NatsPlane, NatsPublisher, NatsSubscriber  # noqa: E402
+from dynamo.runtime.events.nats import link as nats_link  # noqa: E402
+from dynamo.runtime.events.nats.plane import NatsPlane, NatsPublisher, NatsSubscriber  # noqa: E402
 
 CHANNEL = ("ns", "comp.with dots", "kv-events")
 PATIENCE_S = 20.0
@@ -374,7 +374,8 @@ async def test_a_subscription_follows_each_publisher_over_its_own_transport(
 async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats")
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats.plane")
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats.link")
     monkeypatch.setitem(sys.modules, "nats", None)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[nats\]'"):
         DistributedRuntime(settings=RuntimeSettings(discovery_backend="mem", event_plane="nats"))

@@ -12,7 +12,7 @@ from boxes import Etcd, Nats, needs_etcd, needs_nats
 from fleet_kit import Fleet
 
 from dynamo.config.runtime import EtcdSettings
-from dynamo.runtime.discovery.etcd import EtcdDiscovery
+from dynamo.runtime.discovery.etcd.discovery import EtcdDiscovery
 
 pytestmark = [needs_etcd, needs_nats]
 TEXT = "It was the best of times, it was the worst of times. " * 12

@@ -12,8 +12,8 @@ from boxes import Etcd, Nats, needs_etcd, needs_nats
 
 from dynamo.config.runtime import EtcdSettings, NatsSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.events.nats import NatsPlane
+from dynamo.runtime.discovery.etcd.discovery import EtcdDiscovery
+from dynamo.runtime.events.nats.plane import NatsPlane
 
 pytestmark = [
     needs_etcd,

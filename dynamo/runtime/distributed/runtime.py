@@ -315,7 +315,7 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
     if settings.discovery_backend == "mem":
         return MemoryDiscovery()
     if settings.discovery_backend == "etcd":
-        module = import_extra("etcd", "dynamo.runtime.discovery.etcd")
+        module = import_extra("etcd", "dynamo.runtime.discovery.etcd.discovery")
         etcd: Discovery = module.EtcdDiscovery(from_env(EtcdSettings))
         return etcd
     return FileDiscovery(store_dir(settings), StaleSockets(lambda: socket_dirs(settings)))
@@ -324,9 +324,8 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
 def _nats(settings: RuntimeSettings) -> EventPlane | None:
     if settings.event_plane != "nats":
         return None
-    plane: EventPlane = import_extra("nats", "dynamo.runtime.events.nats").NatsPlane(
-        from_env(NatsSettings, **settings.nats_tls)
-    )
+    module = import_extra("nats", "dynamo.runtime.events.nats.plane")
+    plane: EventPlane = module.NatsPlane(from_env(NatsSettings, **settings.nats_tls))
     return plane
 
 

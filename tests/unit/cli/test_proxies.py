@@ -92,7 +92,7 @@ def test_the_web_page_is_looked_for_without_a_key(
 
 async def test_etcd_is_reached_without_a_proxy(proxy: socket.socket) -> None:
     pytest.importorskip("grpc")
-    from dynamo.runtime.discovery.etcd_link import open_channel
+    from dynamo.runtime.discovery.etcd.link import open_channel
 
     reached = asyncio.Event()
 

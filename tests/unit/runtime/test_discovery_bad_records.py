@@ -27,8 +27,8 @@ from dynamo.protocols.control import (
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, layout
 from dynamo.runtime.discovery.base import KeyCache
-from dynamo.runtime.discovery.etcd import EtcdWatcher
-from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
+from dynamo.runtime.discovery.etcd.discovery import EtcdWatcher
+from dynamo.runtime.discovery.etcd.link import Change, Listing, Step
 from dynamo.runtime.process import paths
 from dynamo.runtime.process.os_process import host_id
 

@@ -12,7 +12,7 @@ from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
 from dynamo.runtime.discovery.base import KeyCache, MemoryStore
-from dynamo.runtime.discovery.etcd import EtcdDiscovery
+from dynamo.runtime.discovery.etcd.discovery import EtcdDiscovery
 
 Make = Callable[[], Discovery]
 KEY = "v1/instances/ns/comp/ep/1f"

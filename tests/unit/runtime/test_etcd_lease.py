@@ -11,10 +11,10 @@ import pytest
 from until import Changes
 
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import etcd
 from dynamo.runtime.discovery.base import KeyCache
-from dynamo.runtime.discovery.etcd_lease import EtcdLease, marker_key
-from dynamo.runtime.discovery.etcd_link import Change, Listing, NoLease, Step, Unreachable
+from dynamo.runtime.discovery.etcd import discovery as etcd
+from dynamo.runtime.discovery.etcd.lease import EtcdLease, marker_key
+from dynamo.runtime.discovery.etcd.link import Change, Listing, NoLease, Step, Unreachable
 
 
 class Link:

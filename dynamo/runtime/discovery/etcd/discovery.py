@@ -16,8 +16,8 @@ from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import ConfigError, InvalidArgument, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import KeyCache, OnKeyEvent, PrefixWatch
-from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
-from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, NoLease, Unreachable
+from dynamo.runtime.discovery.etcd.lease import RETRY_S, EtcdLease, tombstone_key
+from dynamo.runtime.discovery.etcd.link import Change, Compacted, EtcdLink, NoLease, Unreachable
 from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
 from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.runtime.process.tasks import Tasks, raise_if_cancelled

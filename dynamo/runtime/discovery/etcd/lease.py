@@ -18,7 +18,7 @@ import msgspec
 from dynamo.errors import ConfigError, WorkerUnavailable
 from dynamo.observability.logs import counted
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery.etcd_link import (
+from dynamo.runtime.discovery.etcd.link import (
     Compacted,
     EtcdLink,
     NoLease,

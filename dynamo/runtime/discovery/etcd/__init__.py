@@ -1,0 +1,3 @@
+"""Discovery in etcd. Imports of it need the extra ``dynamo-appliance[etcd]``."""
+
+__all__: list[str] = []
