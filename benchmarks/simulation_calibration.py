@@ -27,15 +27,9 @@ from typing import Any, NamedTuple
 from dynamo.bench.stats import percentile
 from dynamo.bench.trace import read_trace
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.policies.base import (
-    DECODE,
-    Observation,
-    Policy,
-    Pool,
-    Pull,
-    Traffic,
-    WorkerLoad,
-)
+from dynamo.planner.capacity.observation import (Observation, Pool, Pull, Traffic, WorkerLoad)
+from dynamo.planner.policies.base import (Policy)
+from dynamo.serve.graph.facts import (DECODE)
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import (

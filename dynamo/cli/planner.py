@@ -17,7 +17,7 @@ from dynamo.errors import InvalidArgument, Unavailable
 from dynamo.observability.logs import counted
 from dynamo.operations.operate import BoxActions
 from dynamo.operations.planner_client import call_planner, no_planner
-from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
+from dynamo.planner.live.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.runtime.process.paths import state_path

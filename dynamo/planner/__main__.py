@@ -28,15 +28,15 @@ from dynamo.planner.capacity.season import SEASONS_FILE, SeasonStore
 from dynamo.planner.config_file import with_config_file
 from dynamo.planner.connector import Connector
 from dynamo.planner.live.control import PlannerControl
+from dynamo.planner.live.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
+from dynamo.planner.live.gpu_sharing import GpuCapacity, GpuSharing, OnDemandRegistry
 from dynamo.planner.live.local_connector import gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import Frontends, LiveSources, frontends_of
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.factory import make_policy, resolve_targets
-from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.reports.explain import StateFile, serve_control, serve_explain
 from dynamo.planner.reports.metrics import PlannerMetrics, TensorboardLog, default_log_dir
-from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, OnDemandRegistry
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file

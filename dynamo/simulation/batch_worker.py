@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from math import ceil
 
-from dynamo.planner.policies.base import WorkerLoad
+from dynamo.planner.capacity.observation import WorkerLoad
 from dynamo.simulation.request import BLOCK_TOKENS, RequestState, TrafficCounters
 from dynamo.simulation.service_model import ServiceModel
 

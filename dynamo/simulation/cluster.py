@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from dynamo.planner.capacity.observation import Pool, Pull
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
-from dynamo.planner.policies.base import DECODE, PREFILL, Pool, Pull
 from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.graph.facts import DECODE, PREFILL
 from dynamo.simulation.batch_worker import BatchWorker
 from dynamo.simulation.request import ReplayRequest, RequestState, TrafficCounters
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock

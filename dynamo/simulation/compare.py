@@ -17,16 +17,11 @@ from typing import Any
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import load_library
+from dynamo.planner.capacity.observation import Observation
 from dynamo.planner.connector import DRAINING, READY, STARTING
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Policy,
-    PoolDecision,
-    ScalingDecision,
-)
+from dynamo.planner.policies.base import Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
+from dynamo.serve.graph.facts import DECODE, PREFILL
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.result import (

@@ -14,7 +14,7 @@ import numpy as np
 from dynamo.bench.trace import parents
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.errors import ConfigError
-from dynamo.planner.policies.base import Traffic
+from dynamo.planner.capacity.observation import Traffic
 
 BLOCK_TOKENS = 512
 """Tokens per hash id of a Mooncake trace."""

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dynamo.bench.stats import percentile
+from dynamo.planner.capacity.observation import Observation, Pull
 from dynamo.planner.capacity.season import USUAL_S, Season
 from dynamo.planner.connector import DRAINING, READY, STARTING
-from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Policy, Pull, ScalingDecision
+from dynamo.planner.policies.base import Policy, ScalingDecision
+from dynamo.serve.graph.facts import DECODE, PREFILL
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import RequestState, TrafficCounters
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock

@@ -14,7 +14,7 @@ from forked_kit import run_verb
 from load_kit import under_load
 from serving import Serving
 
-from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionRecord
+from dynamo.planner.live.decisions import DECISIONS_FILE, DecisionRecord
 from dynamo.status.logs import EventReader
 
 GRAPH = """

@@ -7,21 +7,21 @@ from mutant import Mutant
 PLANNER = (
     Mutant(
         "draining-workers-hold-no-gpu",
-        "dynamo.planner.sharing.sharing",
+        "dynamo.planner.sharing",
         "return (self.ready + self.starting + self.draining) * self.gpus_per_worker",
         "return (self.ready + self.starting) * self.gpus_per_worker",
         ("unit/planner/test_sharing.py::test_waiting_requests_start_a_worker_on_a_free_gpu",),
     ),
     Mutant(
         "reserved-gpus-go-to-a-later-claim",
-        "dynamo.planner.sharing.sharing",
+        "dynamo.planner.sharing",
         "            self.free = 0.0\n            self._taken.append(service.assigned)",
         "            pass",
         ("unit/planner/test_sharing.py::test_a_large_worker_takes_what_it_needs_or_nothing",),
     ),
     Mutant(
         "just-loaded-model-is-idle",
-        "dynamo.planner.sharing.sharing",
+        "dynamo.planner.sharing",
         "idle = model.has_been_idle(limit_s) and model.newest_s >= limit_s",
         "idle = model.has_been_idle(limit_s)",
         (
@@ -30,28 +30,28 @@ PLANNER = (
     ),
     Mutant(
         "rotation-before-its-time-in-service",
-        "dynamo.planner.sharing.sharing",
+        "dynamo.planner.sharing",
         "return one.serving_s >= one.load_s and model.oldest_s >= model.load_s",
         "return one.serving_s >= one.load_s",
         ("unit/planner/test_sharing.py::test_a_load_is_not_wasted",),
     ),
     Mutant(
         "report-of-a-frontend-that-ended-counts",
-        "dynamo.planner.sharing.gpu_sharing",
+        "dynamo.planner.live.gpu_sharing",
         "            self._reports.pop(publisher, None)\n        elif",
         "            pass\n        elif",
         ("unit/planner/test_on_demand.py::test_the_reports_of_all_frontends_count",),
     ),
     Mutant(
         "idle-by-the-first-frontend-alone",
-        "dynamo.planner.sharing.gpu_sharing",
+        "dynamo.planner.live.gpu_sharing",
         "idle_s=min(state.idle_s for state in states),",
         "idle_s=max(state.idle_s for state in states),",
         ("unit/planner/test_on_demand.py::test_the_reports_of_all_frontends_count",),
     ),
     Mutant(
         "start-of-a-load-is-forgotten",
-        "dynamo.planner.sharing.gpu_sharing",
+        "dynamo.planner.live.gpu_sharing",
         "        elif load.since is None:\n            load.since",
         "        else:\n            load.since",
         ("unit/planner/test_on_demand.py::test_a_load_in_progress_began_once",),

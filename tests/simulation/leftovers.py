@@ -69,7 +69,7 @@ _PEER = "dynamo.runtime.requests.client:Peer"
 _CLIENT = "dynamo.runtime.requests.client:RequestClient"
 _PICKER = "dynamo.router.modes.picker:InflightPicker"
 _INDEXER = "dynamo.router.caches.indexer:Indexer"
-_REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
+_REPORTS = "dynamo.planner.live.gpu_sharing:OnDemandRegistry"
 _ROUTERS = (
     "dynamo.router.modes.kv:KvPicker",
     "dynamo.runtime.discovery.leases:LeaseTable",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamo.planner.policies.base import Observation, Pool, Pull
+from dynamo.planner.capacity.observation import Observation, Pool, Pull
 
 MIN_POINTS = 5
 _WINDOW = 50

@@ -20,7 +20,7 @@ from dynamo.runtime.discovery.layout import BadRecord, read_file
 from dynamo.runtime.process.paths import private_dir, write_atomic
 
 if TYPE_CHECKING:
-    from dynamo.planner.policies.base import Traffic
+    from dynamo.planner.capacity.observation import Traffic
 
 SLOTS = 144
 """Slots of a day: ten minutes each."""

@@ -45,12 +45,11 @@ from dynamo.planner.kubernetes.graph import (
     version_of,
     worker_services,
 )
-from dynamo.planner.policies.base import PREFILL
 from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.graph.facts import FrontendAddress
+from dynamo.serve.graph.facts import PREFILL, FrontendAddress
 
 _CONFLICTS = 20
 _UNDO_S = 10.0

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.prometheus_names import name_prefix
-from dynamo.serve.graph.facts import FrontendAddress
+from dynamo.serve.graph.facts import DECODE, PREFILL, FrontendAddress
 
 Manifest = Mapping[str, Any]
 """An object of the API server, as JSON."""

@@ -12,6 +12,7 @@ from functools import partial
 from dynamo.errors import DynamoError
 from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.observation import Pool
 from dynamo.planner.connector import (
     ASLEEP,
     Connector,
@@ -19,7 +20,6 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.live.model_state import InFlight, pool_of
-from dynamo.planner.policies.base import Pool
 
 log = logging.getLogger(__name__)
 

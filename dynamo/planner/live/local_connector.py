@@ -38,8 +38,8 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.sharing.gpu_sharing import GpuCapacity
-from dynamo.planner.sharing.sharing import GpuRoom
+from dynamo.planner.live.gpu_sharing import GpuCapacity
+from dynamo.planner.sharing import GpuRoom
 from dynamo.serve.state.document import STOPPED as STOPPED_BY_COMMAND
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services

@@ -12,22 +12,17 @@ from dataclasses import dataclass, field, replace
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.observation import Observation, Pull
 from dynamo.planner.capacity.season import SeasonStore
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
+from dynamo.planner.live.decisions import DecisionRecord, PoolChange
+from dynamo.planner.live.gpu_sharing import GpuSharing, cold_decision, is_cold, is_on_demand
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.policies.base import (
-    Observation,
-    Policy,
-    Pull,
-    ScalingDecision,
-    TargetedPolicy,
-)
+from dynamo.planner.policies.base import Policy, ScalingDecision, TargetedPolicy
 from dynamo.planner.policies.guarded import GuardedScalingPolicy
 from dynamo.planner.policies.load import LoadFallback
-from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
-from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_cold, is_on_demand
 from dynamo.runtime.process.tasks import Tasks
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time

@@ -12,20 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Policy,
-    Pool,
-    Pull,
-    ScalingDecision,
-    Traffic,
-)
+from dynamo.planner.live.decisions import DecisionRecord
+from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.policies.load import LoadFallback
-from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.runtime.process.threads import in_daemon_thread
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 Pools = Mapping[str, Pool]
 """The pools of a model, by name."""

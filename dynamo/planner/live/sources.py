@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from dynamo.errors import DynamoError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
+from dynamo.planner.capacity.observation import Pull, Traffic, WorkerLoad
 from dynamo.planner.connector import READY, ScaledService
 from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
-from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
 from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
 from dynamo.protocols.kv import (

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.planner.policies.base import Traffic
+from dynamo.planner.capacity.observation import Traffic
 from dynamo.prometheus_names import name_prefix
 
 Counts = dict[str, float]

@@ -11,17 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    PoolDecision,
-    Pull,
-    ScalingDecision,
-)
+from dynamo.planner.capacity.observation import Observation, Pool, Pull
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.load import LoadPolicy
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 
 class AutoPolicy(CombinedPolicy):

@@ -13,14 +13,10 @@ from typing import NamedTuple
 
 from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import ProfiledCapacity
-from dynamo.planner.policies.base import (
-    PREFILL,
-    Observation,
-    Pool,
-    PoolDecision,
-    ScalingDecision,
-)
+from dynamo.planner.capacity.observation import Observation, Pool
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.graph.facts import PREFILL
 
 _PER_HOUR = 24.0
 _BURST = 5.0

@@ -21,16 +21,9 @@ from dataclasses import dataclass, replace
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import read_capacity
+from dynamo.planner.capacity.observation import Observation, Pool
 from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    PoolDecision,
-    ScalingDecision,
-    TargetedPolicy,
-)
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision, TargetedPolicy
 from dynamo.planner.policies.budget import (
     ActionLimit,
     StartUpTime,
@@ -44,6 +37,7 @@ from dynamo.planner.policies.sizing import (
     LoadMeter,
     backlog,
 )
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 _REACTION_S = 5.0
 _INTERVALS = 3

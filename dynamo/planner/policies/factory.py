@@ -19,20 +19,14 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import read_capacity
+from dynamo.planner.capacity.observation import Observation, Pool
 from dynamo.planner.policies.auto import AutoPolicy
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Policy,
-    Pool,
-    PoolDecision,
-    ScalingDecision,
-)
+from dynamo.planner.policies.base import Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import Workers, allowed
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.load import LoadPolicy
 from dynamo.planner.policies.sla import SlaPolicy
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 Factory = Callable[[PlannerSettings, bool], Policy]
 """Makes a policy; the second argument is True in disaggregated serving."""

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, text_of
-from dynamo.planner.policies.base import Observation, Policy, ScalingDecision, TargetedPolicy
+from dynamo.planner.capacity.observation import Observation
+from dynamo.planner.policies.base import Policy, ScalingDecision, TargetedPolicy
 from dynamo.planner.policies.budget import at_limits
 from dynamo.planner.policies.load import LoadPolicy
 

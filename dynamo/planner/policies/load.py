@@ -13,17 +13,11 @@ from statistics import fmean
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.logs import counted
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    PoolDecision,
-    ScalingDecision,
-    WorkerLoad,
-)
+from dynamo.planner.capacity.observation import Observation, Pool, WorkerLoad
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import at_limits, free_gpus
 from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 NEW_DECODE_WORKER_GRACE_PERIOD = 3
 """Full intervals after the addition of a decode worker in which none is removed."""

@@ -18,9 +18,10 @@ import numpy as np
 
 from dynamo.planner.capacity.interpolation import DecodeSurface, PrefillCurve, ProfiledCapacity
 from dynamo.planner.capacity.learned import LearnedDecode, LearnedPrefill, fit_line
+from dynamo.planner.capacity.observation import Observation, Pull, WorkerLoad
 from dynamo.planner.policies.attainment import WorkerLoadModel, wait_factor
-from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, WorkerLoad
 from dynamo.planner.policies.budget import Workers
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 PrefillCapacity: TypeAlias = LearnedPrefill | PrefillCurve
 DecodeCapacity: TypeAlias = LearnedDecode | DecodeSurface

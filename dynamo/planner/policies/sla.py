@@ -16,16 +16,9 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import ProfiledCapacity, read_capacity
 from dynamo.planner.capacity.learned import LearnedCapacity
+from dynamo.planner.capacity.observation import Observation, Traffic
 from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    PoolDecision,
-    ScalingDecision,
-    TargetedPolicy,
-    Traffic,
-)
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision, TargetedPolicy
 from dynamo.planner.policies.budget import (
     ActionLimit,
     StartUpTime,
@@ -44,6 +37,7 @@ from dynamo.planner.policies.sizing import (
     decode_workers,
     prefill_workers,
 )
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 IDLE_INTERVALS = 3
 """Intervals without a request after which both pools shrink to their minima."""

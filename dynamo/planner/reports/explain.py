@@ -12,12 +12,13 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import InvalidArgument
+from dynamo.planner.capacity.observation import Observation
 from dynamo.planner.live.control import PlannerControl
+from dynamo.planner.live.decisions import DecisionRecord
+from dynamo.planner.live.gpu_sharing import is_on_demand
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.model_state import Pools
-from dynamo.planner.policies.base import Observation, ScalingDecision
-from dynamo.planner.reports.decisions import DecisionRecord
-from dynamo.planner.sharing.gpu_sharing import is_on_demand
+from dynamo.planner.policies.base import ScalingDecision
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerChange
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime import DistributedRuntime

@@ -18,12 +18,14 @@ from tensorboardX.summary import Summary, scalar, text
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Gauge, MetricSpec, Registry, gauge
+from dynamo.planner.capacity.observation import Observation, Pull
 from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.decisions import DecisionRecord
 from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools
-from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, ScalingDecision
+from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.load import kv_load
-from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 _PREFIX = "dynamo_planner_"
 _LABELS = "dynamo_namespace model"

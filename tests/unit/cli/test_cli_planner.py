@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main as cli
-from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.live.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
 from dynamo.planner.reports.explain import ExplainReport, ModelReport, report_text
 
 CHANGE = PoolChange(

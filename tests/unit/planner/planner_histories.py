@@ -6,16 +6,9 @@ import math
 from collections.abc import Mapping
 from random import Random
 
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    Pull,
-    ScalingDecision,
-    Traffic,
-    WorkerLoad,
-)
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import ScalingDecision
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 __all__ = ["observation", "pools_of", "step"]
 

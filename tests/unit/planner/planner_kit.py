@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.operations.steps.limits import ActionFailed
+from dynamo.planner.capacity.observation import Observation, Pull, Traffic, WorkerLoad
 from dynamo.planner.connector import (
     DRAINING,
     READY,
@@ -16,18 +17,11 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.decisions import DecisionRecord
 from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools, ScaledModel
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.policies.base import (
-    Observation,
-    PoolDecision,
-    Pull,
-    ScalingDecision,
-    Traffic,
-    WorkerLoad,
-)
-from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 
 
 class FakeConnector:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.policies.base import Observation, Pool, Traffic
+from dynamo.planner.capacity.observation import Observation, Pool, Traffic
 from dynamo.planner.policies.budget import Workers, affordable, clamp, free_gpus
-from dynamo.planner.sharing.sharing import SharedModel, SharedService, SharingLimits, share
+from dynamo.planner.sharing import SharedModel, SharedService, SharingLimits, share
 
 
 def seen(prefill: Pool | None, decode: Pool, max_gpus: float = 8) -> Observation:

@@ -18,7 +18,8 @@ from dynamo.planner.capacity.interpolation import (
     WorkerProfile,
     write_profile,
 )
-from dynamo.planner.policies.base import Observation, Policy, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.factory import (
     FixedPolicy,

@@ -9,8 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.policies.base import Observation, Pool, PoolDecision, ScalingDecision, Traffic
-from dynamo.planner.reports.decisions import DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.capacity.observation import Observation, Pool, Traffic
+from dynamo.planner.live.decisions import DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 
 SEEN = Observation(
     now_s=0.0,

@@ -14,15 +14,8 @@ from planner_histories import observation, pools_of, step
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.policies.base import (
-    Observation,
-    Pool,
-    PoolDecision,
-    Pull,
-    ScalingDecision,
-    Traffic,
-    WorkerLoad,
-)
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.policies.load import LoadPolicy, kv_load
 
 # Thresholds of VECTORS.

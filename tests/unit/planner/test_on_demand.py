@@ -21,13 +21,13 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import STARTING, ScaledWorker
-from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.sharing.gpu_sharing import (
+from dynamo.planner.live.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
     ModelDemand,
     OnDemandRegistry,
 )
+from dynamo.planner.live.loop import ScalingLoop
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState

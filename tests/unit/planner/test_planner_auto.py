@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.policies.base import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.factory import make_policy
 
 SETTINGS = PlannerSettings(mode="auto", adjustment_interval_s=30.0)

@@ -10,26 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.attainment import (
     Targets,
     WorkerLoadModel,
     gamma_share,
     wait_factor,
 )
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    Pull,
-    Traffic,
-    WorkerLoad,
-)
 from dynamo.planner.policies.budget import ActionLimit, StartUpTime
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.sizing import LoadMeter
+from dynamo.serve.graph.facts import DECODE, PREFILL
 from dynamo.simulation.compare import run_policy, simulate
 from dynamo.simulation.request import flat, generate, parse_pattern, sine
 from dynamo.simulation.service_model import ReplaySetup

@@ -17,10 +17,10 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.capacity.interpolation import write_profile
+from dynamo.planner.capacity.observation import Pool
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.policies.base import Pool
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.protocols.control import PlannerChange

@@ -18,20 +18,20 @@ from until import until
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.live.actions import WorkerActions
-from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.live.model_state import ModelState, models_of
-from dynamo.planner.policies.base import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.factory import make_policy
-from dynamo.planner.policies.load import LoadFallback
-from dynamo.planner.reports.explain import StateFile
-from dynamo.planner.sharing.gpu_sharing import (
+from dynamo.planner.live.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
     ModelDemand,
     OnDemandRegistry,
 )
+from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.live.model_state import ModelState, models_of
+from dynamo.planner.policies.factory import make_policy
+from dynamo.planner.policies.load import LoadFallback
+from dynamo.planner.reports.explain import StateFile
 from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(

@@ -15,18 +15,11 @@ import pytest
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
 from dynamo.planner.__main__ import DecisionWriter
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.live.actions import WorkerAction
-from dynamo.planner.policies.base import (
-    Observation,
-    Pool,
-    PoolDecision,
-    Pull,
-    ScalingDecision,
-    Traffic,
-    WorkerLoad,
-)
+from dynamo.planner.live.decisions import DecisionRecord, PoolChange
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.reports import metrics as module
-from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.reports.explain import StateFile
 from dynamo.planner.reports.metrics import PlannerMetrics, TensorboardLog, default_log_dir
 from dynamo.serve.state.events import BoxEventLog

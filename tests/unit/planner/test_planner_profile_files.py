@@ -17,7 +17,7 @@ from dynamo.planner.capacity.interpolation import (
     read_profile,
     write_profile,
 )
-from dynamo.planner.policies.base import Pool
+from dynamo.planner.capacity.observation import Pool
 from dynamo.planner.policies.budget import StartUpTime
 
 PREFILL = "selected_prefill_interpolation/raw_data.npz"

@@ -11,6 +11,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 from test_planner_loop import FAST
 from until import until
 
+from dynamo.planner.capacity.observation import Traffic
 from dynamo.planner.capacity.season import (
     DAY_S,
     SLOTS,
@@ -21,7 +22,6 @@ from dynamo.planner.capacity.season import (
     is_sound,
 )
 from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.policies.base import Traffic
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.runtime.process.tasks import Tasks
 

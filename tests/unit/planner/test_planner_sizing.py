@@ -28,15 +28,8 @@ from dynamo.planner.capacity.learned import (
     Line,
     fit_line,
 )
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Pool,
-    Pull,
-    ScalingDecision,
-    Traffic,
-)
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic
+from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.sizing import (
     Demand,
     backlog,
@@ -44,6 +37,7 @@ from dynamo.planner.policies.sizing import (
     prefill_workers,
 )
 from dynamo.planner.policies.sla import SlaPolicy
+from dynamo.serve.graph.facts import DECODE, PREFILL
 
 
 class FlatPrefill(LearnedPrefill):

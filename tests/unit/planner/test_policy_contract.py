@@ -10,7 +10,8 @@ import pytest
 from planner_histories import observation, pools_of, step
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.policies.base import Observation, Policy, ScalingDecision
+from dynamo.planner.capacity.observation import Observation
+from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.policies.budget import free_gpus
 from dynamo.planner.policies.factory import POLICIES, named_policy
 

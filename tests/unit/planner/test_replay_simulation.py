@@ -9,15 +9,10 @@ import pytest
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    Observation,
-    Policy,
-    PoolDecision,
-    ScalingDecision,
-)
+from dynamo.planner.capacity.observation import Observation
+from dynamo.planner.policies.base import Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
+from dynamo.serve.graph.facts import DECODE, PREFILL
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.compare import SchedulePolicy, compare, run_policy, simulate
 from dynamo.simulation.request import ReplayRequest, flat, generate, parse_pattern

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.observation import Pool
+from dynamo.planner.live.gpu_sharing import cold_decision
 from dynamo.planner.live.local_connector import capacity_of
-from dynamo.planner.policies.base import Pool
-from dynamo.planner.sharing.gpu_sharing import cold_decision
-from dynamo.planner.sharing.sharing import (
+from dynamo.planner.sharing import (
     GpuRoom,
     ServiceChange,
     SharedModel,

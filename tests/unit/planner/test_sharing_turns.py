@@ -12,7 +12,7 @@ from itertools import count
 
 import pytest
 
-from dynamo.planner.sharing.sharing import SharedModel, SharedService, SharingLimits, share
+from dynamo.planner.sharing import SharedModel, SharedService, SharingLimits, share
 
 STEP_S = 0.2  # how often frontends report while requests wait
 REQUEST_S = 1.0

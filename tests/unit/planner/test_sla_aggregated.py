@@ -9,11 +9,12 @@ from planner_arena import profile
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity, write_profile
-from dynamo.planner.policies.base import DECODE, Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import LoadMeter
 from dynamo.planner.policies.sla import SlaPolicy
+from dynamo.serve.graph.facts import DECODE
 from dynamo.simulation.compare import simulate
 from dynamo.simulation.request import generate, sine
 from dynamo.simulation.service_model import ReplaySetup, service_model

@@ -18,11 +18,12 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, as_argument
 from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.observation import Pool
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel
-from dynamo.planner.policies.base import DECODE, Pool, PoolDecision, ScalingDecision
-from dynamo.planner.sharing.sharing import (
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.sharing import (
     GpuRoom,
     SharedModel,
     SharedService,
@@ -35,6 +36,7 @@ from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.engine import HTTP_INPUT
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.runtime import DistributedRuntime
+from dynamo.serve.graph.facts import DECODE
 
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""
@@ -184,7 +186,7 @@ def shared_model(
     serving_s: float,
     wanted: Mapping[str, int],
 ) -> SharedModel:
-    """Return ``model`` as :func:`~dynamo.planner.sharing.sharing.share` sees it.
+    """Return ``model`` as :func:`~dynamo.planner.sharing.share` sees it.
 
     ``wanted`` has the workers that its policy wants, by pool.
     """

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import shorten
-from dynamo.planner.policies.base import Observation, ScalingDecision
+from dynamo.planner.capacity.observation import Observation
+from dynamo.planner.policies.base import ScalingDecision
 from dynamo.runtime.process.paths import open_private, write_atomic
 
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
