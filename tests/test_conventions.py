@@ -260,17 +260,31 @@ def test_public_names_have_docstrings() -> None:
     assert not bare, "public names without a docstring:\n" + "\n".join(bare)
 
 
-def test_class_names_are_unique() -> None:
-    """One name, one class: private classes included."""
-    classes: dict[str, list[str]] = {}
+def test_names_of_types_are_unique() -> None:
+    """One name, one class or alias of a type: private ones included."""
+    types: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(place(path, node.lineno))
+        classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
+        for node in (*classes, *filter(is_alias, syntax(path).body)):
+            name = node.name if isinstance(node, ast.ClassDef) else ast.unparse(targets(node)[0])
+            types.setdefault(name, []).append(place(path, node.lineno))
     report(
-        (f"{name}: {', '.join(places)}" for name, places in classes.items() if len(places) > 1),
-        "class names in use more than once",
+        (f"{name}: {', '.join(places)}" for name, places in types.items() if len(places) > 1),
+        "names of types in use more than once",
     )
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    """Return what an assignment assigns to."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+def is_alias(node: ast.stmt) -> bool:
+    """Whether a statement of a module names a type: ``Name = …``, not a constant or a TypeVar."""
+    names = [ast.unparse(target).lstrip("_") for target in targets(node)]
+    return bool(names) and names[0][:1].isupper() and not names[0].isupper()
 
 
 def test_every_module_imports() -> None:

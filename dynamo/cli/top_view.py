@@ -16,7 +16,7 @@ from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerSta
 from dynamo.status.deployment import not_running
 from dynamo.status.workers import natural_order
 
-Line = tuple[str, str]
+StyledLine = tuple[str, str]
 """Style (see ``dynamo.cli.top``) and text."""
 
 PLAIN, TITLE, HEAD, CHOSEN, BAD = ("", "title", "head", "chosen", "bad")
@@ -57,9 +57,9 @@ class TopView:
     keys: bool = True
 
 
-def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list[Line]:
+def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list[StyledLine]:
     """Return the lines of a frame, at most ``height`` of them; 0: as many as there are."""
-    foot: list[Line] = []
+    foot: list[StyledLine] = []
     if view.keys:
         foot = [(view.message_style, view.message), (DIM, _keys(status, view))]
     room = height - len(foot) if height else 0
@@ -91,12 +91,12 @@ def sorted_workers(status: BoxStatus, sort: str) -> list[WorkerStatus]:
     ]
 
 
-def _log(view: TopView, room: int) -> list[Line]:
+def _log(view: TopView, room: int) -> list[StyledLine]:
     lines = view.log_lines[-(room - 1) :] if room > 1 else view.log_lines
     return [(TITLE, f"log of {view.log_of}"), *((PLAIN, line) for line in lines)]
 
 
-def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line]:
+def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[StyledLine]:
     """Return all panes; the requests get the room that is left."""
     lines = [_headline(status)]
     lines += [(BAD, line) for one in status.problems for line in _wrapped(one, width)]
@@ -120,13 +120,13 @@ def _wrapped(text: str, width: int) -> list[str]:
     return [lines[0], "  …", *lines[2 - _PROBLEM_LINES :]]
 
 
-def _headline(status: BoxStatus) -> Line:
+def _headline(status: BoxStatus) -> StyledLine:
     clock = time.strftime("%H:%M:%S", time.localtime(status.at_s))
     url = f" {status.url}" if status.url else ""
     return TITLE, f"dynamo top   {status.namespace}   frontend {status.frontend}{url}   {clock}"
 
 
-def _gpus(gpus: Sequence[GpuStatus], width: int) -> list[Line]:
+def _gpus(gpus: Sequence[GpuStatus], width: int) -> list[StyledLine]:
     rows = [
         (
             PLAIN,
@@ -160,7 +160,7 @@ def _watts(gpu: GpuStatus) -> str:
     return f"{gpu.watts:.0f}{limit} W"
 
 
-def _models(models: Sequence[ModelStatus], width: int) -> list[Line]:
+def _models(models: Sequence[ModelStatus], width: int) -> list[StyledLine]:
     rows = []
     for model in models:
         figures = model.figures
@@ -193,7 +193,7 @@ def _idle(model: ModelStatus) -> str:
     return "" if left_s is None else f"gives up its GPUs in {left_s:.0f} s without requests"
 
 
-def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line]:
+def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[StyledLine]:
     """Return at least three workers around the selected one, as many as ``room`` allows."""
     workers = sorted_workers(status, view.sort)
     names = [one.name for one in workers]
@@ -237,7 +237,7 @@ def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[Li
     return _table(title, _fitting(head, width, 6, 7), rows, "no worker", width)
 
 
-def _planner(status: BoxStatus) -> list[Line]:
+def _planner(status: BoxStatus) -> list[StyledLine]:
     planner = status.planner
     if planner is None:
         return [(TITLE, "planner: none runs")]
@@ -247,7 +247,7 @@ def _planner(status: BoxStatus) -> list[Line]:
     return [head, *((PLAIN, f"  {text}") for text in planner.decisions)]
 
 
-def _requests(status: BoxStatus, room: int, width: int) -> list[Line]:
+def _requests(status: BoxStatus, room: int, width: int) -> list[StyledLine]:
     names = {one.worker: one.name for one in status.workers}
     requests = status.requests[: max(0, room - 2)] if room else status.requests
     rows = [
@@ -281,7 +281,7 @@ def _table(
     rows: Sequence[tuple[str, Sequence[str]]],
     none: str,
     width: int,
-) -> list[Line]:
+) -> list[StyledLine]:
     if not rows:
         return [(TITLE, f"{title}: {none}")]
     texts = aligned([head, *(row for _, row in rows)], width - 2)

@@ -29,7 +29,7 @@ _NO_THUNDERAGENT = (
 )
 FLAG = "--router-policy-config"
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
-_Count = Annotated[int, Meta(ge=0)]
+_NotNegative = Annotated[int, Meta(ge=0)]
 _Limit = Annotated[int, Meta(ge=1)]
 WEIGHT_KEYS = {
     "overlap_score_credit": "overlap_score_credit",
@@ -77,18 +77,18 @@ class PolicyClass(_Strict, frozen=True, kw_only=True):
     policy_family: _Name | None = None
     cache_bucket: _Name | None = None
     queue_policy: Literal["fcfs", "lcfs", "wspt"] = "fcfs"
-    prefill_busy_threshold: _Count | None = None
+    prefill_busy_threshold: _NotNegative | None = None
     prefill_busy_threshold_frac: Annotated[float, Meta(ge=0)] | None = None
     busy_worker_ratio: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    request_queue_limit_per_worker: _Count | None = None
-    raw_isl_token_queue_limit_per_worker: _Count | None = None
-    cached_token_queue_limit_per_worker: _Count | None = None
+    request_queue_limit_per_worker: _NotNegative | None = None
+    raw_isl_token_queue_limit_per_worker: _NotNegative | None = None
+    cached_token_queue_limit_per_worker: _NotNegative | None = None
 
 
 class Bucket(_Strict, frozen=True, kw_only=True):
     """Prompts with at least ``min_tokens`` that no worker has cached."""
 
-    min_tokens: _Count
+    min_tokens: _NotNegative
     bucket: _Name
 
 

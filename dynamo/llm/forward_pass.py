@@ -27,6 +27,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.runtime import Endpoint
 from dynamo.runtime.discovery import KeyEvent
+from dynamo.worker.publish import Publish
 
 HEARTBEAT_S = 1.0
 """Seconds without a pass after which a rank sends that it is idle."""
@@ -37,7 +38,6 @@ _RANKS = 4096
 _FRAMES = 3
 log = logging.getLogger(__name__)
 _decode = codec.decoder(ForwardPass).decode
-Publish = Callable[[bytes], object]
 T = TypeVar("T")
 
 

@@ -31,7 +31,7 @@ from dynamo.serve.state.ledger import GpuLedger
 
 _YIELD_SHARE = 10
 """A model without requests for this part of its load time makes room for others."""
-_Source: TypeAlias = "tuple[SharedService, str]"
+_SourceWorker: TypeAlias = "tuple[SharedService, str]"
 """A service that may give up a worker, and the reason."""
 
 
@@ -394,12 +394,12 @@ class _Round:
     def _is_late(self, model: SharedModel) -> bool:
         return model.is_cold and model.oldest_s >= self._limits.patience_s
 
-    def _take(self, sources: Sequence[_Source], service: SharedService) -> bool:
+    def _take(self, sources: Sequence[_SourceWorker], service: SharedService) -> bool:
         """Have the first ``sources`` that suffice give up a worker each for one of ``service``.
 
         If all of them are not enough, none does.
         """
-        chosen: list[_Source] = []
+        chosen: list[_SourceWorker] = []
         rest = list(sources)
         while not self._gpus.have(service, [one for one, _ in chosen]):
             if not rest:

@@ -51,7 +51,7 @@ class ProfileProgress:
     remaining_s: float | None = None
 
 
-OnProgress = Callable[[ProfileProgress], None]
+OnProfileProgress = Callable[[ProfileProgress], None]
 
 
 def choose_services(graph: Graph, name: str | None) -> tuple[Service, Service]:
@@ -91,7 +91,7 @@ def check_directory(path: Path) -> None:
 
 
 async def run_profile(
-    graph: Graph, settings: ProfileSettings, on_progress: OnProgress
+    graph: Graph, settings: ProfileSettings, on_progress: OnProfileProgress
 ) -> ProfileResult:
     """Measure the worker of ``graph``; write the files; return the result.
 
@@ -125,7 +125,11 @@ class _Sweep:
     """Starts workers of ``graph`` and measures them, as ``settings`` say."""
 
     def __init__(
-        self, graph: Graph, settings: ProfileSettings, effort: Effort, on_progress: OnProgress
+        self,
+        graph: Graph,
+        settings: ProfileSettings,
+        effort: Effort,
+        on_progress: OnProfileProgress,
     ) -> None:
         self._graph = graph
         self._settings = settings

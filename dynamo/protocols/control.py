@@ -34,7 +34,7 @@ T = TypeVar("T")
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
 
 DEFAULT_BLOCK_SIZE = 64
 """Tokens in a KV block of a worker whose card does not say."""
@@ -63,7 +63,7 @@ class LeaseRecord(msgspec.Struct):
     lease_id: Id
     pid: Pid
     pid_start: Ticks
-    ttl_s: Seconds
+    ttl_s: PositiveSeconds
     host: str
 
 
@@ -117,7 +117,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     aliases: list[str] = []
     model_input: str = "Tokens"
     context_length: int | None = None
-    load_s: Seconds | None = None
+    load_s: PositiveSeconds | None = None
     loading_since: float | None = None
     waits_for: str = ""
     stopped: bool = False

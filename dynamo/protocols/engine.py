@@ -31,7 +31,7 @@ ROUTES = "routes"
 body names the model, ``/v1/embeddings``; method and path for all else, ``GET /v1/responses/{id}``,
 where a name in braces stands for one segment."""
 
-_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -171,7 +171,7 @@ else:
     class _TopLogprob(TypedDict, total=False):
         """A token that could have been at a place of the output, and its log probability."""
 
-        token_id: _TokenId | None
+        token_id: TokenId | None
         token: str | None
         logprob: Required[float]
         rank: int | None
@@ -193,7 +193,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     ``extra_args["mm_expansions"]``, there too, has for each image the ids that stand for it.
     """
 
-    token_ids: Annotated[list[_TokenId], Meta(max_length=_MAX_ITEM_TOKENS)] = []
+    token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_ITEM_TOKENS)] = []
     tokens: list[str | None] | None = None
     text: str | None = None
     cum_log_probs: float | None = None

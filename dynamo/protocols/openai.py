@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
+from dynamo.protocols.engine import TokenId
+
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
@@ -57,11 +59,10 @@ def _between(name: str) -> Meta:
     return Meta(ge=low, le=high)
 
 
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 MaxTokens = Annotated[int, Meta(gt=0, le=MAX_TOKENS_LIMIT)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 WorkerId = Annotated[int, Meta(ge=0)]
-Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+PriorityLevel = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, _between("logit_bias")]
 Penalty = Annotated[float, _between("frequency_penalty")]
@@ -91,9 +92,9 @@ class AgentHints(msgspec.Struct, omit_defaults=True):
     """Hints of an agent about its request."""
 
     latency_sensitivity: float | None = None
-    priority: Priority | None = None
-    strict_priority: Priority | None = None
-    osl: Count | None = None
+    priority: PriorityLevel | None = None
+    strict_priority: PriorityLevel | None = None
+    osl: TokenCount | None = None
     speculative_prefill: bool | None = None
 
 
@@ -120,7 +121,7 @@ class NvExt(msgspec.Struct, omit_defaults=True):
     allowed_worker_ids: Annotated[list[WorkerId], Meta(min_length=1, max_length=1024)] | None = None
     router_config_override: dict[str, Any] | None = None
     token_data: list[TokenId] | None = None
-    max_thinking_tokens: Count | None = None
+    max_thinking_tokens: TokenCount | None = None
     extra_fields: list[str] | None = None
     agent_context: Any = None
     session_control: Any = None
@@ -137,7 +138,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
-    min_tokens: Count | None = None
+    min_tokens: TokenCount | None = None
     n: Annotated[int, _between("n")] | None = None
     best_of: Annotated[int, _between("best_of")] | None = None
     temperature: Annotated[float, _between("temperature")] | None = None
@@ -158,7 +159,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: TokenCount | None = None
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -243,15 +244,12 @@ class StrictCompletionRequest(
     """As its parent; an unknown field is an error."""
 
 
-_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
-
-
 class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Body of POST /v1/embeddings. ``input`` is a text, a list of texts, a list of token ids, or a
     list of lists of token ids; ``dimensions`` shortens the vectors where the model can."""
 
     model: str
-    input: str | list[str | _TokenId | list[_TokenId]]
+    input: str | list[str | TokenId | list[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     user: str | None = None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.sse import json_bytes
@@ -25,12 +24,12 @@ from dynamo.frontend.requests.errors import error_response, explained, id_header
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes, in_task
+from dynamo.protocols.engine import TokenId
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
 """Also `tokenizers`, the slower library, takes little time for so much."""
-_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class PromptCountRoutes:
@@ -118,7 +117,7 @@ class TokenizedBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Token ids to turn into text, special tokens included."""
 
-    tokens: list[_TokenId]
+    tokens: list[TokenId]
     model: str | None = None
 
 

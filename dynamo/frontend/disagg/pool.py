@@ -18,14 +18,13 @@ from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage
+from dynamo.runtime.endpoints.serving import EndpointPath
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
 
 AGAIN_S = 1.0
 """After so long a router that could not be started, such as on a full disk, is tried again."""
 log = logging.getLogger(__name__)
-EndpointPath = tuple[str, str, str]
-"""Namespace, component, endpoint."""
 
 
 class PrefillPool:

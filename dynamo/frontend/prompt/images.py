@@ -24,7 +24,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import MAX_IMAGES, MAX_IMAGES_BYTES
-from dynamo.frontend.prompt.messages import IMAGE
+from dynamo.frontend.prompt.messages import IMAGE, Message
 from dynamo.frontend.prompt.template import ChatTemplate
 from dynamo.http.client import HttpClient, ResponseError, request_head
 from dynamo.llm.model_directory import ModelDirectory
@@ -32,7 +32,6 @@ from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.control import MAX_IMAGES_KEY, ModelCard
 from dynamo.protocols.engine import MmObject, MmRoutingInfo, Routing
 
-Message = Mapping[str, Any]
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _KEPT_TOKENS = 1 << 20
 _HASH_BYTES = 32

@@ -7,14 +7,12 @@ message that is not the first, results of tools. Such messages take another form
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.frontend.prompt.messages import joined_contents
-
-Message = Mapping[str, Any]
+from dynamo.frontend.prompt.messages import Message, joined_contents
 
 _ID_CHARACTERS = 9
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

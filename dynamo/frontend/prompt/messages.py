@@ -16,6 +16,8 @@ from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
 Message = Mapping[str, Any]
+NewMessage = dict[str, Any]
+"""One that is being made, of a request of another API."""
 
 IMAGE: Message = {"type": "image"}
 """The part that :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object.

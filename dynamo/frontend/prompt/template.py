@@ -17,6 +17,7 @@ from dynamo.frontend.prompt.messages import (
     IMAGE,
     CallForm,
     ContentForm,
+    Message,
     alternating,
     template_messages,
 )
@@ -29,7 +30,6 @@ from dynamo.frontend.prompt.template_environment import (
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
 
-Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _RENDER_ERRORS = (

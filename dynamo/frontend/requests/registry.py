@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
 
 _MIB = 1024 * 1024
-Hold = Callable[["RequestRegistry", Exchange, str, DynamoError, str], bool]
+HoldExchange = Callable[["RequestRegistry", Exchange, str, DynamoError, str], bool]
 """``hold(registry, exchange, endpoint, error, model)`` may let a request wait that no model serves
 now."""
 
@@ -59,7 +59,7 @@ class RequestRegistry:
         metrics: FrontendMetrics,
         write_batch: WriteBatch | None = None,
         *,
-        hold: Hold | None = None,
+        hold: HoldExchange | None = None,
         guard: OperatorGuard | None = None,
         tracing: OtelTracing | None = None,
     ) -> None:

@@ -37,7 +37,7 @@ _DIFFUSE = 1e4
 """Variance of the slope before anything is known of it."""
 _UNSCORED = 2
 """First values, which every filter predicts badly."""
-_Rates: TypeAlias = NDArray[np.float64]
+_RateArray: TypeAlias = NDArray[np.float64]
 _HISTORY = 8192
 _CAUTION = 0.5
 """Standard deviations of the trend that are added to it: the longer a start-up and the more
@@ -68,7 +68,7 @@ class RateForecast:
         self._levels: deque[float] = deque(maxlen=_HISTORY)
         self._arrived = 0
         self._duration_s = 0.0
-        self._path: _Rates | None = None
+        self._path: _RateArray | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
 
     @property
@@ -91,7 +91,7 @@ class RateForecast:
             self._levels.append(max(self._filter.forecast(1).level, 0.0))
             self._arrived, self._duration_s, self._path = 0, 0.0, None
 
-    def path(self, horizon_s: float, usual: Usual | None = None) -> _Rates:
+    def path(self, horizon_s: float, usual: Usual | None = None) -> _RateArray:
         """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history).
 
         What is ``usual`` at that time counts, too.
@@ -120,7 +120,7 @@ class RateForecast:
         noise = max(noise, math.sqrt(max(ahead.level, 1.0 / duration_s) / duration_s))
         return rate if rate > ahead.level + _SURGE * noise else 0.0
 
-    def _trend(self, steps: int) -> _Rates:
+    def _trend(self, steps: int) -> _RateArray:
         # Nothing is extrapolated further than half of what has been observed.
         known = max(1, self._filter.count // 2 - 1)
         most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
@@ -132,7 +132,7 @@ class RateForecast:
         rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
         return np.array(rates + rates[-1:] * (steps - len(rates)))
 
-    def _with_history(self, trend: _Rates) -> _Rates:
+    def _with_history(self, trend: _RateArray) -> _RateArray:
         """Return the mean of ``trend`` and what followed similar moments, by their weight."""
         levels, steps = np.array(self._levels), len(trend)
         past = np.arange(_LONG, len(levels) - steps)
@@ -153,7 +153,7 @@ class RateForecast:
         return (1.0 - share) * trend + share * followed
 
 
-def _weighted_median(rows: _Rates, weights: _Rates) -> _Rates:
+def _weighted_median(rows: _RateArray, weights: _RateArray) -> _RateArray:
     """Return the weighted median of each column."""
     order = np.argsort(rows, axis=0)
     reached = np.cumsum(weights[order], axis=0) >= weights.sum() / 2

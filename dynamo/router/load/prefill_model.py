@@ -26,7 +26,7 @@ from msgspec import Meta
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 
-Predictor = Callable[[int, int], float | None]
+PrefillPredictor = Callable[[int, int], float | None]
 """(tokens to compute, cached prefix tokens) to seconds; None: unknown."""
 MIN_SAMPLES = 8
 """With fewer samples there is no prediction."""
@@ -65,7 +65,7 @@ class StaticModel:
 
     hurries = False
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: PrefillPredictor) -> None:
         self._predictor = predictor
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:

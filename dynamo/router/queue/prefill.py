@@ -16,7 +16,7 @@ from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.router.queue.waiting import LazyHeap
 
 T = TypeVar("T")
-Rank = tuple[bool, int, float, int]
+SortKey = tuple[bool, int, float, int]
 """(never sent yet, -strict priority, arrival less the boost, number): the smallest goes first.
 Numbers are unique: two ranks never compare equal."""
 
@@ -237,11 +237,11 @@ class PrefillQueue(Generic[T]):
         free = self.free_workers
         return self._head(pin) is None and (bool(free) if pin is None else pin in free)
 
-    def _rank(self, request: T) -> Rank:
-        rank: Rank = self._heaps[self._pins[request]].key(request)
+    def _rank(self, request: T) -> SortKey:
+        rank: SortKey = self._heaps[self._pins[request]].key(request)
         return rank
 
-    def _push(self, request: T, rank: Rank, pin: int | None) -> None:
+    def _push(self, request: T, rank: SortKey, pin: int | None) -> None:
         self._pins[request] = pin
         self.waiting_tokens += self._tokens_of(request)
         heap = self._heaps.get(pin)

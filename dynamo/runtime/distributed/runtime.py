@@ -24,7 +24,8 @@ from dynamo.runtime.distributed.component import Endpoint, Namespace, parse_endp
 from dynamo.runtime.endpoints.health import EngineRoute, StatusServer
 from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
-from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
+from dynamo.runtime.events.channels import OnPublisher, Publishers, Subscription
+from dynamo.runtime.events.plane import OnEvent, OnGap
 from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks

@@ -20,17 +20,12 @@ from dynamo.runtime.events import (
     ZmqPublisher,
     ZmqSubscriber,
 )
+from dynamo.runtime.events.plane import OnEvent, OnGap
 from dynamo.runtime.process.paths import socket_path
 from dynamo.runtime.process.sockets import advertised_host, bracketed, event_socket_name
 
 Channel = tuple[str, str, str]
 """(namespace, component, topic)."""
-
-OnEvent = Callable[[int, int, bytes], None]
-"""(publisher id, sequence, payload); the publisher id is the instance id of its process."""
-
-OnGap = Callable[[int, int, int], None]
-"""(publisher id, expected sequence, received sequence)."""
 
 OnPublisher = Callable[[int, bool], None]
 """(publisher id, True: added; False: removed)."""

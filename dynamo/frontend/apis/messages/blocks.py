@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.prompt.messages import ToolImage
+from dynamo.frontend.prompt.messages import NewMessage, ToolImage
 
 Block = Mapping[str, Any]
-Message = dict[str, Any]
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code's first block of ``system``. It differs in each request, so no prompt would be found
@@ -39,7 +38,7 @@ _TOOL_FIELDS = frozenset(
 _ROLES = ("user", "assistant", "system")
 
 
-def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -> Message | None:
+def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -> NewMessage | None:
     """The system message; None without one. Raises InvalidArgument.
 
     ``strip_preamble`` leaves the billing header of Claude Code out.
@@ -56,13 +55,13 @@ def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -
     return {"role": "system", "content": text} if text else None
 
 
-def chat_messages(messages: Sequence[Message]) -> list[Message]:
+def chat_messages(messages: Sequence[NewMessage]) -> list[NewMessage]:
     """The messages of a chat request. Turns of one role in a row are one turn.
 
     A system message after others is part of the user's turn: many templates fail on a second one.
     Raises InvalidArgument.
     """
-    found: list[Message] = []
+    found: list[NewMessage] = []
     turn: _Turn | None = None
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
@@ -94,11 +93,11 @@ def chat_tools(tools: Sequence[Block]) -> list[dict[str, Any]]:
 class _Turn:
     """The blocks of one role in a row, on their way into ``messages``."""
 
-    def __init__(self, role: str, messages: list[Message]) -> None:
+    def __init__(self, role: str, messages: list[NewMessage]) -> None:
         self.role = role
         self._messages = messages
-        self._parts: list[Message] = []
-        self._calls: list[Message] = []
+        self._parts: list[NewMessage] = []
+        self._calls: list[NewMessage] = []
         self._thoughts: list[str] = []
 
     def add(self, where: str, content: Any) -> None:
@@ -116,7 +115,7 @@ class _Turn:
         """Append the message of the blocks so far."""
         if not (self._parts or self._calls or self._thoughts):
             return
-        message: Message = {"role": self.role, "content": _content(self._parts)}
+        message: NewMessage = {"role": self.role, "content": _content(self._parts)}
         if self._thoughts:
             message["reasoning_content"] = "\n".join(self._thoughts)
         if self._calls:
@@ -155,7 +154,7 @@ class _Turn:
     def _add_result(self, where: str, block: Block) -> None:
         """Append a message of the role tool; its images go to the user's next message."""
         content = block.get("content")
-        parts: list[Message] = []
+        parts: list[NewMessage] = []
         if isinstance(content, str):
             parts = [{"type": "text", "text": content}]
         elif isinstance(content, list):
@@ -191,7 +190,7 @@ def _kind(where: str, block: Any) -> str:
     return kind
 
 
-def _parts(where: str, block: Block) -> list[Message]:
+def _parts(where: str, block: Block) -> list[NewMessage]:
     """The parts of a chat message for a block that user and tool results may have."""
     convert = _PARTS.get(block["type"])
     if convert is None:
@@ -199,11 +198,11 @@ def _parts(where: str, block: Block) -> list[Message]:
     return convert(where, block)
 
 
-def _text_part(where: str, block: Block) -> list[Message]:
+def _text_part(where: str, block: Block) -> list[NewMessage]:
     return [{"type": "text", "text": _string(where, block, "text")}]
 
 
-def _image(where: str, block: Block) -> list[Message]:
+def _image(where: str, block: Block) -> list[NewMessage]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "base64" and isinstance(source, dict):
@@ -218,7 +217,7 @@ def _image(where: str, block: Block) -> list[Message]:
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def _document(where: str, block: Block) -> list[Message]:
+def _document(where: str, block: Block) -> list[NewMessage]:
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text":
         kind = source.get("type") if isinstance(source, dict) else None
@@ -230,7 +229,7 @@ def _document(where: str, block: Block) -> list[Message]:
     return [{"type": "text", "text": "\n".join([*heads, _string(where, source, "data")])}]
 
 
-def _search_result(where: str, block: Block) -> list[Message]:
+def _search_result(where: str, block: Block) -> list[NewMessage]:
     content = block.get("content")
     if not isinstance(content, list):
         raise InvalidArgument(f"{where}.content: must be an array of text blocks")
@@ -239,12 +238,12 @@ def _search_result(where: str, block: Block) -> list[Message]:
     return [{"type": "text", "text": "\n".join([*heads, *texts])}]
 
 
-def _tool_reference(where: str, block: Block) -> list[Message]:
+def _tool_reference(where: str, block: Block) -> list[NewMessage]:
     """The model has seen all tools: name the one that a search has found."""
     return [{"type": "text", "text": f"Tool found: {_string(where, block, 'tool_name')}"}]
 
 
-_PARTS: dict[str, Callable[[str, Block], list[Message]]] = {
+_PARTS: dict[str, Callable[[str, Block], list[NewMessage]]] = {
     "text": _text_part,
     "image": _image,
     "document": _document,
@@ -253,7 +252,7 @@ _PARTS: dict[str, Callable[[str, Block], list[Message]]] = {
 }
 
 
-def _content(parts: list[Message]) -> Any:
+def _content(parts: list[NewMessage]) -> Any:
     """One text if all parts are texts, which every chat template can print."""
     if any(part["type"] != "text" for part in parts):
         return parts

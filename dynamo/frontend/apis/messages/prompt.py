@@ -13,10 +13,10 @@ from msgspec import Meta
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.apis.messages.blocks import chat_messages, chat_tools, system_message
 from dynamo.frontend.prompt.bounds import MAX_MESSAGES, MAX_TOOLS, decoder_text
+from dynamo.frontend.prompt.messages import NewMessage
 from dynamo.frontend.prompt.validation import check_chat, check_json
 from dynamo.protocols.openai import MAX_TOKENS_LIMIT, ChatCompletionRequest, NvExt
 
-Message = dict[str, Any]
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Chat templates know low, medium and high."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -216,7 +216,7 @@ def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatReques
     return request
 
 
-def _with_system(first: Message | None, messages: list[Message]) -> list[Message]:
+def _with_system(first: NewMessage | None, messages: list[NewMessage]) -> list[NewMessage]:
     """``messages`` behind the text of ``system``, which one of the role system continues."""
     if not messages:
         raise InvalidArgument("messages: none has content; send a text or another block")

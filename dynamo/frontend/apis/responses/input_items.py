@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.messages import NewMessage
 
 ADDITIONAL_TOOLS = "additional_tools"
 INPUT = "input"
@@ -22,7 +23,6 @@ INPUT = "input"
 _LEFT_OUT = ("web_search", "image_generation", "tool_search")
 _REMEDY = "declare it as a function, and run it in the client"
 REFERENCE = "item_reference"
-Message = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ITEM = frozenset(("id", "internal_chat_message_metadata_passthrough", "status", "type"))
@@ -195,7 +195,7 @@ class ItemConverter:
     """
 
     def __init__(self, ignore_unsupported: bool = False) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[NewMessage] = []
         self._ignore = ignore_unsupported
         self._convert: dict[str, Callable[[str, dict[str, Any]], None]] = {
             "message": self._message,
@@ -303,17 +303,17 @@ class ItemConverter:
             names = ", ".join(f"`{where}.{shorten(name)}`" for name in unknown[:8])
             raise InvalidArgument(f"Unsupported parameter(s): {names}")
 
-    def _assistant(self) -> Message | None:
+    def _assistant(self) -> NewMessage | None:
         last = self.messages[-1] if self.messages else None
         return last if last is not None and last["role"] == "assistant" else None
 
-    def _new_assistant(self) -> Message:
-        last: Message = {"role": "assistant"}
+    def _new_assistant(self) -> NewMessage:
+        last: NewMessage = {"role": "assistant"}
         self.messages.append(last)
         return last
 
 
-def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
+def arranged(instructions: str | None, messages: Sequence[NewMessage]) -> list[NewMessage]:
     """``messages`` with one system message, the first: most templates take no other.
 
     It has the instructions and the system messages at the beginning; later ones are the user's.

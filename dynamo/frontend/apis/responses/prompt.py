@@ -32,9 +32,9 @@ from dynamo.frontend.prompt.validation import check_chat, check_json
 from dynamo.protocols.openai import (
     RANGES,
     ChatCompletionRequest,
-    Count,
     GenerationRequest,
     MaxTokens,
+    TokenCount,
 )
 
 MAX_ECHO_BYTES = 256 << 10
@@ -104,7 +104,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     background: bool | None = None
     client_metadata: Any = None
     conversation: Any = None
-    max_tool_calls: Count | None = None
+    max_tool_calls: TokenCount | None = None
     prompt: Any = None
 
 
