@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from dynamo.bench.simulated_worker import WorkerSpeed
+from dynamo_lab.routing.simulated_worker import WorkerSpeed
 
 __all__ = ["agents", "conversations", "hot_prefix", "main"]
 

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterator
 from operator import attrgetter
 
-from dynamo.bench.routing_replay import Arrival, Report, replay
-from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
+from dynamo_lab.routing.replay import Arrival, Report, replay
+from dynamo_lab.routing.simulated_worker import WorkerSpeed
 
 __all__ = ["main"]
 

@@ -48,10 +48,10 @@ from dynamo.planner.capacity.interpolation import (
     WorkerProfile,
     write_profile,
 )
-from dynamo.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
-from dynamo.simulation.request import ReplayRequest, from_trace, generate, parse_pattern, warp
-from dynamo.simulation.result import Point, ReplayResult, frontier, hours_at
-from dynamo.simulation.service_model import ReplaySetup, ServiceModel
+from dynamo_lab.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
+from dynamo_lab.simulation.request import ReplayRequest, from_trace, generate, parse_pattern, warp
+from dynamo_lab.simulation.result import Point, ReplayResult, frontier, hours_at
+from dynamo_lab.simulation.service_model import ReplaySetup, ServiceModel
 
 PROFILED = ", profile"
 """Ends the name of a policy that reads a profile."""

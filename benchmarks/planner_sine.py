@@ -25,10 +25,15 @@ from typing import Any
 from dynamo.config.planner import PlannerSettings
 from dynamo.mocker.timing import Transfer
 from dynamo.planner.policies.factory import named_policy
-from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.request import ReplayRequest, generate, sine
-from dynamo.simulation.result import ReplayPlanner
-from dynamo.simulation.service_model import ReplaySetup, RooflineTime, ServiceModel, VirtualClock
+from dynamo_lab.simulation.cluster import ReplayCluster
+from dynamo_lab.simulation.request import ReplayRequest, generate, sine
+from dynamo_lab.simulation.result import ReplayPlanner
+from dynamo_lab.simulation.service_model import (
+    ReplaySetup,
+    RooflineTime,
+    ServiceModel,
+    VirtualClock,
+)
 
 LOW, HIGH, PERIOD_S, DURATION_S, ISL, OSL = 5, 20, 150, 600, 3000, 150
 BASELINE = "fixed:2x2"

@@ -30,7 +30,7 @@ import yaml
 from live_routing import cpu_ticks, wait_for_workers
 from planner_sine import HIGH, ISL, LOW, OSL, PERIOD_S
 
-from dynamo.simulation.request import generate, sine
+from dynamo_lab.simulation.request import generate, sine
 
 ROOT = Path(__file__).resolve().parents[1]
 DYNAMO = [sys.executable, "-m", "dynamo"]

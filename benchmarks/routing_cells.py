@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 from make_trace import agents, hot_prefix
 
-from dynamo.bench.routing_replay import Arrival, replay
-from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
 from dynamo.runtime.process.paths import write_atomic
+from dynamo_lab.routing.replay import Arrival, replay
+from dynamo_lab.routing.simulated_worker import WorkerSpeed
 
 __all__ = ["main"]
 

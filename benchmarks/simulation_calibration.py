@@ -27,20 +27,20 @@ from typing import Any, NamedTuple
 from dynamo.bench.stats import percentile
 from dynamo.bench.trace import read_trace
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.capacity.observation import (Observation, Pool, Pull, Traffic, WorkerLoad)
-from dynamo.planner.policies.base import (Policy)
-from dynamo.serve.graph.facts import (DECODE)
+from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.factory import named_policy
-from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.request import (
+from dynamo.serve.graph.facts import DECODE
+from dynamo_lab.simulation.cluster import ReplayCluster
+from dynamo_lab.simulation.request import (
     BLOCK_TOKENS,
     ReplayRequest,
     from_trace,
     parse_pattern,
     warp,
 )
-from dynamo.simulation.result import ReplayPlanner
-from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
+from dynamo_lab.simulation.result import ReplayPlanner
+from dynamo_lab.simulation.service_model import ReplaySetup, VirtualClock, service_model
 
 CHILD = Path(__file__).with_name("dynamo_replay.py")
 SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)

@@ -1,4 +1,5 @@
-# Sourced by the other scripts: creates .venv, installs this tree into it, and activates it.
+# Sourced by the other scripts: creates .venv, installs this tree and its lab/ into it, and activates
+# it.
 #
 #   venv_ready [extra]    extra: a pip extra, e.g. "test"
 #
@@ -24,13 +25,13 @@ venv_ready() {
                 # The package is built: its extra adds packages alone.
                 _venv_pip "$root" "${packages[@]}" >&2 || exit 1
             elif [ -z "$extra" ] && _venv_locked "$root" >&2; then
-                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 || exit 1
+                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" -e "$root/lab" >&2 || exit 1
             else
                 # Packages arrive while the extensions are compiled: each takes half a minute.
                 mapfile -t build < <(_venv_packages "$root" build)
                 _venv_pip "$root" "${build[@]}" >&2 || exit 1
                 _venv_pip "$root" "${packages[@]}" >&2 &
-                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 ||
+                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" -e "$root/lab" >&2 ||
                     { kill "$!" 2>/dev/null; exit 1; }
                 wait "$!" || exit 1
             fi
@@ -165,7 +166,7 @@ _venv_advise() {
 _venv_fingerprint() {
     (
         cd "$1" || exit
-        cat pyproject.toml setup.py requirements.lock
+        cat pyproject.toml setup.py requirements.lock lab/pyproject.toml
         find dynamo/_fast -type f \( -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp' -o -name '*.h' \) |
             LC_ALL=C sort | xargs -r cat
         [ -x .venv/bin/python ] && .venv/bin/python -V

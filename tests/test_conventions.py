@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "dynamo").rglob("*.py"))
+LAB = ROOT / "lab"
+SOURCES = sorted([*(ROOT / "dynamo").rglob("*.py"), *(LAB / "dynamo_lab").rglob("*.py")])
 COMPILED = sorted((ROOT / "dynamo").rglob("*.pyx"))
 FILE_LINES = 500
 FUNCTION_LINES = 60
@@ -80,7 +81,7 @@ FORMAT_FIELD = re.compile(r"%(?:%|[-#0 +]*[\d.*]*([a-zA-Z]))")
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = path.relative_to(LAB if LAB in path.parents else ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -425,7 +426,7 @@ def test_compiled_modules_have_a_stub_and_a_reference() -> None:
 
 PYTHON = [
     path
-    for folder in ("dynamo", "tests", "benchmarks", "examples")
+    for folder in ("dynamo", "lab", "tests", "benchmarks", "examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path != Path(__file__).resolve()
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_modules_exist() -> None:
 
 
 def test_files_exist() -> None:
-    folders = "benchmarks|tests|examples|scripts|statefiles"
+    folders = "benchmarks|tests|examples|lab|scripts|statefiles"
     missing = [
         place(page, name)
         for page in PAGES
@@ -86,6 +87,12 @@ def test_decisions_are_listed_in_their_order() -> None:
     text = (ROOT / "docs/decisions.md").read_text()
     listed = re.findall(r"^\| \[.*\]\(#(.*)\) \|$", text, re.MULTILINE)
     assert listed == [anchor(title) for title in re.findall(r"^## (.*)$", text, re.MULTILINE)]
+
+
+def test_the_lab_has_this_version() -> None:
+    project = tomllib.loads((ROOT / "lab/pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    assert f"dynamo-appliance[planner]=={__version__}" in project["dependencies"]
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -114,7 +121,7 @@ FOREIGN = {"dynamo/common", "dynamo/sglang", "examples/pipeline"}
 """Packages of Dynamo, and a namespace with a slash, which sources name like files of ours."""
 SOURCES = [
     path
-    for folder in ("dynamo", "tests", "benchmarks", "examples")
+    for folder in ("dynamo", "lab", "tests", "benchmarks", "examples")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".pyx", ".pyi", ".hpp")
 ]
@@ -122,7 +129,7 @@ SOURCES = [
 
 def test_files_that_docstrings_and_comments_name_exist() -> None:
     named = re.compile(
-        r"``?((?:dynamo|tests|docs|benchmarks|scripts|examples|deploy|statefiles)/[\w./-]*\w)``?"
+        r"``?((?:dynamo|lab|tests|docs|benchmarks|scripts|examples|deploy|statefiles)/[\w./-]*\w)``?"
     )
     stale = [
         place(path, name)

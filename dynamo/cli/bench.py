@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dynamo.bench.routing_replay import POLICIES, RoutingResult, arrivals_of, compare
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
 from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
 from dynamo.cli.frontend_client import find_target
+from dynamo.cli.lab import lab_verb
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.client import BenchSettings
@@ -41,70 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         if settings.compare_routing:
-            status = _compare(settings, errors)
+            status = int(lab_verb("compare_routing").compare_modes(settings, errors))
         else:
             status = asyncio.run(_bench(settings, errors))
     except DynamoError as error:
-        errors.print(f"[red]dynamo bench:[/] {_plain(error.message)}", highlight=False)
+        message = f"[red]dynamo bench:[/] {_plain(error.message)}"
+        errors.print(message, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         status = 130
     if status == 130:
         errors.print("[red]dynamo bench:[/] interrupted", highlight=False)
-    return status
-
-
-def _compare(settings: BenchSettings, errors: Console) -> int:
-    """Compare the routing modes on the trace; print the fastest first."""
-    if settings.trace is None:
-        raise ConfigError("--compare-routing needs --trace; dynamo record makes one")
-    arrivals = arrivals_of(
-        read_trace(settings.trace, settings.requests, settings.trace_format),
-        settings.trace_block_tokens,
-        settings.trace_speedup,
-        settings.output_scale,
-    )
-    rows: list[RoutingResult] = []
-    with (
-        _progress(errors, len(POLICIES), "routing modes") as advance,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        for name in POLICIES:
-            rows.append(
-                compare(
-                    name,
-                    arrivals,
-                    settings.workers,
-                    settings.worker_blocks,
-                    settings.prefill_rate / settings.trace_block_tokens,
-                )
-            )
-            advance()
-    status = 0 if len(rows) == len(POLICIES) else 130
-    rows.sort(key=lambda row: row.ttft_mean_s)
-    console = Console()
-    if settings.json:
-        console.print_json(msgspec.json.encode(rows).decode())
-        return status
-    cells = [("routing", "TTFT mean", "p99", "of the best", "hits", "busiest worker")]
-    best = (rows[0].ttft_mean_s if rows else 0) or 1.0
-    cells += [
-        (
-            row.name,
-            f"{row.ttft_mean_s:.3f} s",
-            f"{row.ttft_p99_s:.2f} s",
-            f"{row.ttft_mean_s / best:.2f}",
-            f"{row.hit_rate:.1%}",
-            f"{row.busiest:.2f}",
-        )
-        for row in rows
-    ]
-    requests, workers = counted(len(arrivals), "request"), counted(settings.workers, "worker")
-    title = f"{requests}, {workers}, in virtual time"
-    if status:
-        title += f", interrupted: {len(rows)} of {len(POLICIES)} modes"
-    for line in (title, *(figures(cells) if rows else ())):
-        console.print(line, highlight=False, soft_wrap=True)
     return status
 
 
@@ -118,7 +65,7 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         _try_output(settings.output)
     model = settings.model or await first_model(target)
     prompts = Prompts(settings.seed)
-    with _progress(errors, len(planned)) as advance:
+    with progress(errors, len(planned)) as advance:
         runner = Runner(target, settings, model, prompts, advance)
         if settings.prompt_format == "text":
             prompts.tokens_per_word = await calibrate(runner, prompts)
@@ -262,9 +209,8 @@ def _rate(value: float | None) -> str:
 
 
 @contextlib.contextmanager
-def _progress(
-    console: Console, total: int, what: str = "requests"
-) -> Iterator[Callable[..., None]]:
+def progress(console: Console, total: int, what: str = "requests") -> Iterator[Callable[..., None]]:
+    """Show on a terminal how many of ``total`` are done; each call of the result counts one."""
     if not console.is_terminal:
         yield lambda *_: None
         return

@@ -102,7 +102,8 @@ _HELP = ("--help", "show the options")
 _DEPLOYMENT = "cli.options.DeploymentSettings"
 _WORKERS = ("cli.options.OperateSettings", _DEPLOYMENT)
 _MODEL = ("cli.options.LoadModelSettings", _DEPLOYMENT)
-# Verb, and the word behind it if there is one → module of dynamo and class.
+_LAB = "dynamo_lab."
+# Verb, and the word behind it if there is one → module of dynamo or the lab, and class.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "run": ("cli.options.RunSettings",),
     "init": ("cli.options.InitSettings",),
@@ -128,13 +129,16 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "bench": ("config.client.BenchSettings",),
     "record": ("cli.options.RecordSettings", "config.client.ClientSettings"),
     "replay": ("cli.options.ReplayRequestSettings", "config.client.FrontendClientSettings"),
-    "profile": ("config.client.ProfileSettings",),
+    "profile": (f"{_LAB}profiler.settings.ProfileSettings",),
     "web": ("cli.options.WebSettings",),
     "chat": ("cli.options.ChatSettings", "config.client.ClientSettings"),
     "route": ("cli.options.RouteSettings", "config.client.FrontendClientSettings"),
     "explain": ("cli.options.RequestExplainSettings", "config.client.FrontendClientSettings"),
     "planner explain": ("config.planner.ExplainSettings", _DEPLOYMENT),
-    "planner replay": ("simulation.settings.ReplaySettings", "config.planner.PlannerSettings"),
+    "planner replay": (
+        f"{_LAB}simulation.settings.ReplaySettings",
+        "config.planner.PlannerSettings",
+    ),
     "planner set": ("config.planner.SetSettings", _DEPLOYMENT),
     "planner pause": (_DEPLOYMENT,),
     "planner resume": (_DEPLOYMENT,),
@@ -158,12 +162,18 @@ def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
     names = _GROUPS.get(f"{verb} {subverb}", _GROUPS.get(verb))
     if names is None:  # the verb runs a module
         return settings_groups(f"dynamo.{verb}")
-    return tuple(map(_group, names))
+    try:
+        return tuple(map(_group, names))
+    except ModuleNotFoundError as error:
+        if error.name != "dynamo_lab":
+            raise
+        return ()  # the verb says how to install it
 
 
 def _group(path: str) -> type[Any]:
     module, _, name = path.rpartition(".")
-    group: type[Any] = getattr(importlib.import_module(f"dynamo.{module}"), name)
+    module = module if module.startswith(_LAB) else f"dynamo.{module}"
+    group: type[Any] = getattr(importlib.import_module(module), name)
     return group
 
 

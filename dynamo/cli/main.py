@@ -46,7 +46,7 @@ VERBS = {
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "record": ("dynamo.cli.record", "record live traffic: a trace, or with --content its bodies"),
     "replay": ("dynamo.cli.replay", "send recorded requests again, to another model"),
-    "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
+    "profile": ("dynamo.cli.lab:profile", "measure a worker for the planner"),
     "chat": ("dynamo.cli.chat", "chat with a model of the running deployment"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from dynamo.cli.lab import lab_verb
 from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings, SetSettings
@@ -30,9 +30,6 @@ _SET_DESCRIPTION = (
 )
 _DIGITS = 64
 """More than any number that is taken; int() refuses more than 4,300."""
-_VERBS = {
-    "replay": "dynamo.cli.planner_replay",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_verb = operate.pause_planner if words[0] == "pause" else operate.resume_planner
         return run_verb(words[1:])
-    if words[:1] and words[0] in _VERBS:
-        return int(importlib.import_module(_VERBS[words[0]]).main(words[1:]))
+    if words[:1] == ["replay"]:
+        return int(lab_verb("planner_replay").main(words[1:]))
     from dynamo.planner.__main__ import main as run  # tensorboardX takes a second to import
 
     return run(words, "dynamo planner")

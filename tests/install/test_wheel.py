@@ -83,6 +83,8 @@ def test_a_wheel_of_the_sdist_runs_without_a_checkout(tmp_path: Path) -> None:
     program = [str(python), "-m", "dynamo.frontend", "--version"]
     assert _run(program, tmp_path) == f"dynamo.frontend {shown}"
     assert _run([dynamo, "--help"], tmp_path).startswith(f"dynamo {__version__}: ")
+    lab = subprocess.run([dynamo, "profile"], cwd=tmp_path, capture_output=True, text=True)
+    assert lab.returncode == 2 and "pip install 'dynamo-appliance[lab]'" in lab.stderr
     graph = str(source / "examples/quickstart.yaml")
     assert "dynamo_Frontend" in _run([dynamo, "serve", graph, "--dry-run"], tmp_path)
     assert _serves([dynamo, "serve", graph], tmp_path) == ["tiny"]

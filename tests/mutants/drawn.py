@@ -32,7 +32,7 @@ DRAWN = "TEST_DRAWN_MUTANTS"
 RESULTS = "TEST_DRAWN_RESULTS"
 """The file of results, a line of JSON each."""
 ROOT = Path(__file__).resolve().parents[2]
-_PACKAGE = ROOT / "dynamo"
+_PACKAGES = (ROOT / "dynamo", ROOT / "lab/dynamo_lab")
 _MOST_S = 15.0
 """The tests of one defect, as fast as they were without it."""
 _HANGS_CPU_S = 60
@@ -76,7 +76,9 @@ class DrawnMutants:
     """Records which test calls which function; then tries ``count`` defects of ``package``."""
 
     def __init__(self, package: str, count: int, seed: int) -> None:
-        self._inside = f"{_PACKAGE / package}"
+        first = package.partition("/")[0]
+        self._root = next(root for root in _PACKAGES if any(root.glob(f"{first}*")))
+        self._inside = f"{self._root / package}"
         self._count = count
         self._dice = random.Random(seed)
         self._codes: set[CodeType] = set()
@@ -121,7 +123,7 @@ class DrawnMutants:
 
     def _drawn(self) -> Iterator[Drawn]:
         choices = []
-        for path in sorted(_PACKAGE.rglob("*.py")):
+        for path in sorted(self._root.rglob("*.py")):
             if str(path).startswith(self._inside):
                 source = path.read_bytes()
                 choices += [

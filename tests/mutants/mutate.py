@@ -191,7 +191,7 @@ def parsed() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="scripts/mutate", description=__doc__)
     parser.add_argument("--only", action="append", metavar="ID", help="this one; repeatable")
-    parser.add_argument("--package", metavar="NAME", help="those of dynamo.NAME")
+    parser.add_argument("--package", metavar="NAME", help="those of dynamo.NAME or dynamo_lab.NAME")
     parser.add_argument("--sample", type=int, metavar="N", help="N of them, others at each commit")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
     parser.add_argument("--compiled", action="store_true", help="also those of compiled modules")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.bench.routing_replay import POLICIES, RoutingResult, arrivals_of, compare
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.cli import bench
+from dynamo_lab.cli import compare_routing
+from dynamo_lab.routing.replay import POLICIES, RoutingResult, arrivals_of, compare
 
 SAMPLE = str(Path(__file__).parents[3] / "benchmarks/traces/sample.jsonl")
 COMMAND = ["--compare-routing", "--trace", SAMPLE, "--workers", "4"]
@@ -39,7 +40,7 @@ def test_ctrl_c_shows_the_modes_so_far(
             raise KeyboardInterrupt
         return compare(name, *trace)
 
-    monkeypatch.setattr(bench, "compare", interrupted)
+    monkeypatch.setattr(compare_routing, "compare", interrupted)
     assert bench.main([*COMMAND, "--requests", "60", "--json"]) == 130
     shown = capsys.readouterr()
     assert {row["name"] for row in json.loads(shown.out)} == {*[*POLICIES][:complete]}

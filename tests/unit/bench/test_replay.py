@@ -13,13 +13,13 @@ import pytest
 from make_trace import agents
 from offline_trace import main
 
-from dynamo.bench.routing_replay import Arrival, Replay, replay
-from dynamo.bench.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.modes.picker import InflightPicker
+from dynamo_lab.routing.replay import Arrival, Replay, replay
+from dynamo_lab.routing.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 
 ROOT = Path(__file__).parents[3]
 KV = RouterSettings(mode="kv")

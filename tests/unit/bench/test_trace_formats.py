@@ -19,7 +19,7 @@ from dynamo.bench.workload import Prompts, from_trace
 from dynamo.config.client import BenchSettings
 from dynamo.errors import ConfigError
 from dynamo.http.client import Target
-from dynamo.simulation.request import from_trace as replayed
+from dynamo_lab.simulation.request import from_trace as replayed
 
 Write = Callable[..., Path]
 

@@ -20,6 +20,7 @@ from deployment import free_port
 from dynamo import __version__
 from dynamo.cli import disk
 from dynamo.cli import main as cli
+from dynamo.cli.completion import verb_groups
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 
 
@@ -42,6 +43,32 @@ def test_every_verb_exists_and_has_help(verb: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0 and f"usage: dynamo {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["profile", "graph.yaml"], "dynamo profile"),
+        (["planner", "replay", "--help"], "dynamo planner"),
+        (["bench", "--compare-routing"], "dynamo bench"),
+    ],
+)
+def test_a_verb_of_the_lab_says_how_to_get_it(
+    words: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("dynamo_lab")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "lab"])
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == (
+        f"{named}: this is a part of the lab, which is not installed: "
+        "pip install 'dynamo-appliance[lab]'; in a checkout: pip install ./lab\n"
+    )
+    assert verb_groups("profile") == ()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.profile import main
+from dynamo_lab.cli.profile import main
 
 GRAPH = Path(__file__).resolve().parents[3] / "examples/planner.yaml"
 

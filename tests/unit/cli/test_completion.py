@@ -56,6 +56,9 @@ class Loaded(BaseException):
         self.groups = groups
 
 
+_LOADERS = ("dynamo.cli.", "dynamo.planner.", "dynamo_lab.cli.")
+
+
 def loaded(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The groups that a verb loads."""
 
@@ -65,7 +68,7 @@ def loaded(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module, _, function = VERBS[words[0]][0].partition(":")
     importlib.import_module(module)
     for name, one in list(sys.modules.items()):
-        if name.startswith(("dynamo.cli.", "dynamo.planner.")) or name == "dynamo.config":
+        if name.startswith(_LOADERS) or name == "dynamo.config":
             for attribute, value in list(vars(one).items()):
                 if value is real_load or value is load_known:
                     monkeypatch.setattr(one, attribute, load)
@@ -82,7 +85,8 @@ def test_the_table_of_options_is_true(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     importlib.import_module("dynamo.planner.__main__")
-    importlib.import_module("dynamo.cli.planner_replay")
+    importlib.import_module("dynamo_lab.cli.planner_replay")
+    importlib.import_module("dynamo_lab.cli.profile")
     groups = loaded(words, monkeypatch)
     assert verb_groups(*words) == tuple(groups), f"complete the table: {words}"
     flags = {flag for g in groups for f in fields_of(g) for flag in f.metadata["option"].flags}

@@ -40,8 +40,9 @@ class Machine:
         self.root, self.path, self.log = directory / "tree", directory / "bin", directory / "log"
         (self.root / "scripts").mkdir(parents=True)
         (self.root / "dynamo/_fast").mkdir(parents=True)
+        (self.root / "lab").mkdir()
         shutil.copy(ROOT / "scripts/_venv.sh", self.root / "scripts")
-        for name in ("pyproject.toml", "setup.py", "requirements.lock"):
+        for name in ("pyproject.toml", "setup.py", "requirements.lock", "lab/pyproject.toml"):
             (self.root / name).touch()
         self.path.mkdir()
         for tool in (*TOOLS, "chmod", "env"):

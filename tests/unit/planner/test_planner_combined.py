@@ -23,9 +23,9 @@ from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.sizing import LoadMeter
 from dynamo.serve.graph.facts import DECODE, PREFILL
-from dynamo.simulation.compare import run_policy, simulate
-from dynamo.simulation.request import flat, generate, parse_pattern, sine
-from dynamo.simulation.service_model import ReplaySetup
+from dynamo_lab.simulation.compare import run_policy, simulate
+from dynamo_lab.simulation.request import flat, generate, parse_pattern, sine
+from dynamo_lab.simulation.service_model import ReplaySetup
 
 SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
 TARGETS = Targets(ttft_ms=2000.0, itl_ms=50.0)

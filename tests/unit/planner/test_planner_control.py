@@ -24,7 +24,7 @@ from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.protocols.control import PlannerChange
-from dynamo.simulation.service_model import service_model
+from dynamo_lab.simulation.service_model import service_model
 
 TARGETED = replace(FAST, mode="load+sla", ttft_ms=2000.0)
 

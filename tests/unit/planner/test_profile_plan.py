@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.profiler.measure import NAMESPACE, profiled_graph
-from dynamo.profiler.results import (
+from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo_lab.profiler.measure import NAMESPACE, profiled_graph
+from dynamo_lab.profiler.results import (
     FULL,
     QUICK,
     DecodeSample,
@@ -17,8 +18,7 @@ from dynamo.profiler.results import (
     prefill_advice,
     prefill_lengths,
 )
-from dynamo.profiler.sweep import choose_services
-from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo_lab.profiler.sweep import choose_services
 
 LIMITS = EngineLimits(context_tokens=8192, kv_tokens=100_000, max_seqs=64, batched_tokens=2048)
 DISAGG = """

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.errors import ConfigError
-from dynamo.simulation.request import (
+from dynamo_lab.simulation.request import (
     ReplayRequest,
     from_trace,
     generate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.simulation.result import Point, frontier, hours_at, score
+from dynamo_lab.simulation.result import Point, frontier, hours_at, score
 
 FIXED = [Point(4.0, 0.80), Point(5.0, 0.90), Point(6.0, 0.95), Point(7.0, 0.95), Point(8.0, 0.96)]
 ORACLE = [Point(3.0, 0.85), Point(3.5, 0.92), Point(4.5, 0.96)]

@@ -15,9 +15,9 @@ from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing
-from dynamo.simulation.batch_worker import BatchWorker
-from dynamo.simulation.request import BLOCK_TOKENS, ReplayRequest, RequestState, flat, generate
-from dynamo.simulation.service_model import ServiceModel, service_model
+from dynamo_lab.simulation.batch_worker import BatchWorker
+from dynamo_lab.simulation.request import BLOCK_TOKENS, ReplayRequest, RequestState, flat, generate
+from dynamo_lab.simulation.service_model import ServiceModel, service_model
 
 BLOCK = 64
 

@@ -13,11 +13,11 @@ from dynamo.planner.capacity.observation import Observation
 from dynamo.planner.policies.base import Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
 from dynamo.serve.graph.facts import DECODE, PREFILL
-from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.compare import SchedulePolicy, compare, run_policy, simulate
-from dynamo.simulation.request import ReplayRequest, flat, generate, parse_pattern
-from dynamo.simulation.result import ReplayPlanner
-from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
+from dynamo_lab.simulation.cluster import ReplayCluster
+from dynamo_lab.simulation.compare import SchedulePolicy, compare, run_policy, simulate
+from dynamo_lab.simulation.request import ReplayRequest, flat, generate, parse_pattern
+from dynamo_lab.simulation.result import ReplayPlanner
+from dynamo_lab.simulation.service_model import ReplaySetup, VirtualClock, service_model
 
 SETTINGS = PlannerSettings(adjustment_interval_s=10.0, ttft_ms=1000.0)
 SETUP = ReplaySetup(start_up_s=10.0, ttft_ms=1000.0)

@@ -15,9 +15,9 @@ from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import LoadMeter
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.serve.graph.facts import DECODE
-from dynamo.simulation.compare import simulate
-from dynamo.simulation.request import generate, sine
-from dynamo.simulation.service_model import ReplaySetup, service_model
+from dynamo_lab.simulation.compare import simulate
+from dynamo_lab.simulation.request import generate, sine
+from dynamo_lab.simulation.service_model import ReplaySetup, service_model
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0, load_predictor="kalman")
 TRAFFIC = Traffic(

@@ -10,12 +10,12 @@ from make_trace import hot_prefix
 from memory_kit import memory_of
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
-from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.decision import cost as duplicates
 from dynamo.router.modes.factory import make_index
 from dynamo.router.modes.kv import KvPicker
+from dynamo_lab.routing.replay import Arrival, replay
 
 BLOCK = 4
 CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
-from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.modes.factory import make_index
 from dynamo.router.modes.kv import KvPicker
+from dynamo_lab.routing.replay import Arrival, replay
 
 BLOCK = 4
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from dynamo.bench.runner import first_model
-from dynamo.config.client import ProfileSettings
 from dynamo.config.programs import MODEL_PROGRAMS
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.capacity.interpolation import (
@@ -20,8 +19,10 @@ from dynamo.planner.capacity.interpolation import (
     WorkerProfile,
     write_profile,
 )
-from dynamo.profiler.measure import MeasurementFailed, ProfiledDeployment, WorkerProbe
-from dynamo.profiler.results import (
+from dynamo.serve.graph.graph import Graph
+from dynamo.serve.graph.service import Service
+from dynamo_lab.profiler.measure import MeasurementFailed, ProfiledDeployment, WorkerProbe
+from dynamo_lab.profiler.results import (
     FULL,
     QUICK,
     DecodeSample,
@@ -35,8 +36,7 @@ from dynamo.profiler.results import (
     prefill_advice,
     prefill_lengths,
 )
-from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import Service
+from dynamo_lab.profiler.settings import ProfileSettings
 
 _ITL_S = 0.03
 """Assumed by the estimate until decoding has been measured."""

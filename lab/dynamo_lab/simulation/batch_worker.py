@@ -14,8 +14,8 @@ from itertools import count, islice
 from math import ceil
 
 from dynamo.planner.capacity.observation import WorkerLoad
-from dynamo.simulation.request import BLOCK_TOKENS, RequestState, TrafficCounters
-from dynamo.simulation.service_model import ServiceModel
+from dynamo_lab.simulation.request import BLOCK_TOKENS, RequestState, TrafficCounters
+from dynamo_lab.simulation.service_model import ServiceModel
 
 _SPAN = 64
 

@@ -15,8 +15,8 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.factory import resolve_targets
-from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
-from dynamo.simulation.request import (
+from dynamo_lab.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
+from dynamo_lab.simulation.request import (
     ReplayRequest,
     from_trace,
     generate,
@@ -24,9 +24,9 @@ from dynamo.simulation.request import (
     speed_up,
     warp,
 )
-from dynamo.simulation.result import ReplayResult
-from dynamo.simulation.service_model import ReplaySetup, service_model
-from dynamo.simulation.settings import ReplaySettings
+from dynamo_lab.simulation.result import ReplayResult
+from dynamo_lab.simulation.service_model import ReplaySetup, service_model
+from dynamo_lab.simulation.settings import ReplaySettings
 
 DESCRIPTION = """Run the planner's policies on a trace in virtual time, an hour in seconds."""
 EPILOG = """examples:

@@ -32,7 +32,6 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, get, parse_url
 from dynamo.observability.metrics_page import samples
 from dynamo.operations.steps.sleeping import open_engines
-from dynamo.profiler.results import DecodeSample, DecodeStep, Effort, EngineLimits, PrefillSample
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import Service
@@ -40,6 +39,13 @@ from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import die_with_parent
 from dynamo.status.deployment import running_deployment
 from dynamo.status.reading import process_uptimes
+from dynamo_lab.profiler.results import (
+    DecodeSample,
+    DecodeStep,
+    Effort,
+    EngineLimits,
+    PrefillSample,
+)
 
 _PATH = "/v1/completions"
 _METRICS = "dynamo_frontend_"

@@ -13,9 +13,9 @@ from dynamo.planner.capacity.season import USUAL_S, Season
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.serve.graph.facts import DECODE, PREFILL
-from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.request import RequestState, TrafficCounters
-from dynamo.simulation.service_model import ReplaySetup, VirtualClock
+from dynamo_lab.simulation.cluster import ReplayCluster
+from dynamo_lab.simulation.request import RequestState, TrafficCounters
+from dynamo_lab.simulation.service_model import ReplaySetup, VirtualClock
 
 LEAST_ATTAINMENT = 0.9
 """Below this attainment there is no score: saving GPUs by missing the targets is easy."""

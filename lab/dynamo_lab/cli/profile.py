@@ -17,14 +17,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from dynamo.cli.text_table import figures
 from dynamo.config import load
-from dynamo.config.client import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
-from dynamo.profiler.results import ProfileResult, draw_profile, profile_figure
-from dynamo.profiler.sweep import ProfileProgress, run_profile
 from dynamo.runtime.process.os_process import heeded
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.setup.graph_plan import read_graph
+from dynamo_lab.profiler.results import ProfileResult, draw_profile, profile_figure
+from dynamo_lab.profiler.settings import ProfileSettings
+from dynamo_lab.profiler.sweep import ProfileProgress, run_profile
 
 DESCRIPTION = """Start one worker of a graph by itself, measure TTFT and ITL over prompt lengths,
 context lengths and concurrency, and write what the planner's SLA mode needs."""

@@ -16,9 +16,9 @@ from dynamo.planner.capacity.observation import Pool, Pull
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.graph.facts import DECODE, PREFILL
-from dynamo.simulation.batch_worker import BatchWorker
-from dynamo.simulation.request import ReplayRequest, RequestState, TrafficCounters
-from dynamo.simulation.service_model import ReplaySetup, VirtualClock
+from dynamo_lab.simulation.batch_worker import BatchWorker
+from dynamo_lab.simulation.request import ReplayRequest, RequestState, TrafficCounters
+from dynamo_lab.simulation.service_model import ReplaySetup, VirtualClock
 
 
 @dataclass(slots=True, eq=False)

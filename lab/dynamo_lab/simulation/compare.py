@@ -22,9 +22,9 @@ from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
 from dynamo.serve.graph.facts import DECODE, PREFILL
-from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.request import ReplayRequest
-from dynamo.simulation.result import (
+from dynamo_lab.simulation.cluster import ReplayCluster
+from dynamo_lab.simulation.request import ReplayRequest
+from dynamo_lab.simulation.result import (
     Point,
     ReplayPlanner,
     ReplayResult,
@@ -34,7 +34,7 @@ from dynamo.simulation.result import (
     score,
     summarize,
 )
-from dynamo.simulation.service_model import ReplaySetup, VirtualClock
+from dynamo_lab.simulation.service_model import ReplaySetup, VirtualClock
 
 ORACLE = "oracle"
 _WINDOW_S = 10.0

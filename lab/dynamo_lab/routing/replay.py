@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
-from dynamo.bench.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 from dynamo.bench.trace import parents
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
@@ -33,6 +32,7 @@ from dynamo.router.caches.indexer import EventMetrics, Indexer
 from dynamo.router.modes.factory import make_index
 from dynamo.router.modes.kv import KvPicker
 from dynamo.router.modes.picker import InflightPicker, Picker
+from dynamo_lab.routing.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 
 _TOKEN = Struct("I")
 POLICIES: Mapping[str, Mapping[str, Any]] = {
