@@ -36,6 +36,10 @@ __all__ = ["Faults", "SimulatedDeployment", "SimulatedProcess", "SimulatedWatche
 GRACEFUL_S = 10.0
 
 
+async def no_devices() -> None:
+    """The driver is asked in a thread, for which the virtual clock does not wait."""
+
+
 @dataclass
 class Faults:
     """Probabilities and times, in seconds, of what goes wrong."""

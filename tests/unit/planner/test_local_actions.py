@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from simulated_deployment import Faults, SimulatedDeployment
+from simulated_deployment import Faults, SimulatedDeployment, no_devices
 from virtual_time import run_virtual
 
 from dynamo.config.planner import PlannerSettings
@@ -72,6 +72,7 @@ class Fixture:
             circus=self.world,
             registrations=self.world,
             logs=logs,
+            devices=no_devices,
         )
         self.connector = LocalConnector(self.access, engines)
 
@@ -266,6 +267,7 @@ def test_fractions_add_up_to_the_budget(tmp_path: Path) -> None:
             circus=world,
             registrations=world,
             logs=tmp_path,
+            devices=no_devices,
         )
         async with world:
             await asyncio.sleep(5)
@@ -407,6 +409,7 @@ async def test_a_cancelled_removal_is_finished_by_the_next_planner(given: Fixtur
             circus=given.world,
             registrations=given.world,
             logs=given.access.logs,
+            devices=no_devices,
         )
         await LocalConnector(fresh).reconcile()
         assert await LocalConnector(fresh).reconcile() == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess
+from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess, no_devices
 from virtual_time import run_virtual
 
 from dynamo.errors import DynamoError
@@ -118,6 +118,7 @@ class Fuzz:
             circus=self.world,
             registrations=self.world,
             logs=Path("/nonexistent"),
+            devices=no_devices,
         )
         return LocalConnector(self.access, FuzzEngines(self.world, self.random), most_asleep=2)
 
