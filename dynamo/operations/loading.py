@@ -23,11 +23,10 @@ from dynamo.operations.steps.sleeping import (
 )
 from dynamo.operations.steps.starting import WorkerStart
 from dynamo.serve.state.document import LOAD, SLEEP, WAKE, Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, read_services, release
+from dynamo.serve.state.entries import ServiceEntries, ServiceWorker, read_services, release
 from dynamo.serve.state.process_table import is_reserved
 from dynamo.serve.state.room import group_rivals, sleeper_to_wake
 
-Worker = tuple[ServiceEntries, Entry]
 _BEGUN = {WAKE: "is being woken", SLEEP: "falls asleep first"}
 
 
@@ -113,8 +112,13 @@ class ModelLoad:
         found: list[tuple[ServiceEntries, Entry | None]] = []
         for is_prefill in (True, False):
             pool = [one for one in services if one.is_prefill == is_prefill]
-            awake = [(one, entry) for one in pool for entry in one.entries if self._is_awake(entry)]
-            awake.sort(key=lambda worker: not serves(self._access, worker[1]))
+            awake = [
+                ServiceWorker(service, entry)
+                for service in pool
+                for entry in service.entries
+                if self._is_awake(entry)
+            ]
+            awake.sort(key=lambda worker: not serves(self._access, worker.entry))
             if pool:
                 found.append(awake[0] if awake else (pool[0], None))
         return found
@@ -227,20 +231,20 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
 
 async def sleepers_and_others(
     engines: RemoteEngines, services: Iterable[ServiceEntries], watchers: Collection[str]
-) -> tuple[list[Worker], list[Worker]]:
+) -> tuple[list[ServiceWorker], list[ServiceWorker]]:
     """Return the workers of ``services`` that are to sleep, one of each, and those to remove."""
-    sleepers: list[Worker] = []
-    drained: list[Worker] = []
+    sleepers: list[ServiceWorker] = []
+    drained: list[ServiceWorker] = []
     for service in services:
         sleeps = any(entry.asleep for entry in service.entries)
         for entry in service.entries:
             if entry.asleep or entry.draining or not (entry.pids or entry.name in watchers):
                 continue
             if not sleeps and await can_sleep(engines, entry):
-                sleepers.append((service, entry))
+                sleepers.append(ServiceWorker(service, entry))
                 sleeps = True
             else:
-                drained.append((service, entry))
+                drained.append(ServiceWorker(service, entry))
     return sleepers, drained
 
 

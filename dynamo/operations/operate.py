@@ -23,7 +23,6 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, Overloaded, StatefileError, Unavailable
 from dynamo.operations.loading import (
     ModelLoad,
-    Worker,
     check_turn,
     follow,
     note_load,
@@ -50,6 +49,7 @@ from dynamo.operations.targets import find_model, find_workers, named_processes,
 from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import SLEEP, WAKE
+from dynamo.serve.state.entries import ServiceWorker
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.process_table import is_reserved, runs_here
 from dynamo.status.deployment import hang_of
@@ -108,7 +108,11 @@ class BoxActions:
         """Let workers finish their requests and exit; their GPUs are free then."""
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
             found = await _find(access, name)
-            workers = [w for w in found if not w[1].draining or not is_reserved(w[1], self._active)]
+            workers = [
+                worker
+                for worker in found
+                if not worker.entry.draining or not is_reserved(worker.entry, self._active)
+            ]
             if not workers:
                 raise ActionFailed(f"{name} is being drained already")
             note = await self._planner_note(access, workers, "start another one")
@@ -127,9 +131,9 @@ class BoxActions:
             found = await _find(access, name)
             # An engine goes on with an interrupted wake, and sleeps after it.
             workers = [
-                one
-                for one in found
-                if not one[1].asleep or interrupted(one[1], access.active) == WAKE
+                worker
+                for worker in found
+                if not worker.entry.asleep or interrupted(worker.entry, access.active) == WAKE
             ]
             if not workers:
                 raise ActionFailed(f"{name} sleeps already; wake it with: dynamo wake {name}")
@@ -146,12 +150,14 @@ class BoxActions:
             await check_sleepers(access, engines)
             found = await _find(access, name)
             workers = [
-                one for one in found if one[1].asleep or interrupted(one[1], access.active) == SLEEP
+                worker
+                for worker in found
+                if worker.entry.asleep or interrupted(worker.entry, access.active) == SLEEP
             ]
             if not workers:
                 raise ActionFailed(f"{name} is not asleep")
-            begun = [one for one in workers if is_woken(one[1], access.active)]
-            others = [one for one in workers if one not in begun]
+            begun = [worker for worker in workers if is_woken(worker.entry, access.active)]
+            others = [worker for worker in workers if worker not in begun]
             for _, entry in others:
                 check_wakeable(access.document(), entry.name)
             check_turn(access.document(), [service for service, _ in others], access.active)
@@ -214,7 +220,10 @@ class BoxActions:
             yield access
 
     def _mark(
-        self, access: LocalAccess, stack: contextlib.AsyncExitStack, workers: Iterable[Worker]
+        self,
+        access: LocalAccess,
+        stack: contextlib.AsyncExitStack,
+        workers: Iterable[ServiceWorker],
     ) -> None:
         """Mark workers as draining, all or none; they are active until ``stack`` ends."""
         names = [entry.name for _, entry in workers]
@@ -238,7 +247,7 @@ class BoxActions:
         return state if state is not None and state.acts and not state.paused else None
 
     async def _planner_note(
-        self, access: LocalAccess, workers: Iterable[Worker], would: str
+        self, access: LocalAccess, workers: Iterable[ServiceWorker], would: str
     ) -> str:
         state = await self._scaling()
         models = {access.model(entry) or service.model for service, entry in workers}
@@ -351,7 +360,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _find(access: LocalAccess, name: str) -> list[Worker]:
+async def _find(access: LocalAccess, name: str) -> list[ServiceWorker]:
     """Return the workers that ``name`` stands for. Raises InvalidArgument."""
     return find_workers(access.document(), name, await access.statuses(), access.model)
 
@@ -366,7 +375,7 @@ def _is_alive(access: LocalAccess) -> bool:
     return runs_here(document.arbiter)
 
 
-def _names(workers: Iterable[Worker]) -> str:
+def _names(workers: Iterable[ServiceWorker]) -> str:
     return _joined(entry.name for _, entry in workers)
 
 
@@ -374,6 +383,6 @@ def _joined(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def _freed(workers: Iterable[Worker]) -> str:
+def _freed(workers: Iterable[ServiceWorker]) -> str:
     gpus = sorted({gpu for _, entry in workers for gpu in entry.gpus})
     return f"; GPU {_joined(gpus)} is free" if gpus else ""

@@ -18,7 +18,13 @@ from dynamo.operations.steps.circus import (
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import finish_removal, mark_draining, wait_until_gone
 from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release
+from dynamo.serve.state.entries import (
+    ServiceEntries,
+    ServiceWorker,
+    delete_entry,
+    read_services,
+    release,
+)
 from dynamo.serve.state.process_table import is_reserved, reclaim
 
 _ARBITER_WRITES_WITHIN_S = 0.5
@@ -55,7 +61,7 @@ async def reconcile(
     document = access.document()
     services = read_services(document)
     found: list[str] = []
-    removals: list[tuple[ServiceEntries, Entry]] = []
+    removals: list[ServiceWorker] = []
     try:
         for service in services.values():
             for entry in service.entries:
@@ -63,12 +69,12 @@ async def reconcile(
                     continue
                 status = statuses.get(entry.name)
                 if entry.draining and (status is not None or entry.pids):
-                    removals.append((service, entry))
+                    removals.append(ServiceWorker(service, entry))
                 elif status is None:
                     found += await _without_watcher(access, service, entry, dry_run)
                 else:
                     found += await _with_watcher(access, entry, status, dry_run)
-        removals = [one for one in removals if finish_removals or not one[1].pids]
+        removals = [w for w in removals if finish_removals or not w.entry.pids]
         found += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):
             found += await _add_entry(access, services, name, dry_run)
@@ -100,7 +106,7 @@ def _reclaim(
     return [f"{name}: deleted its entry; its start was interrupted" for name in names]
 
 
-async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
+async def _finish(access: LocalAccess, removals: list[ServiceWorker]) -> None:
     """Finish removals side by side: each may take as long as its worker drains."""
     names = {entry.name for _, entry in removals}
     access.active |= names

@@ -9,7 +9,7 @@ from dynamo.errors import InvalidArgument, as_argument
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.serve.graph.facts import DECODE, ServiceFacts
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, facts_of, read_services
+from dynamo.serve.state.entries import ServiceEntries, ServiceWorker, facts_of, read_services
 from dynamo.serve.state.process_table import is_reserved
 
 
@@ -73,13 +73,15 @@ def find_workers(
     name: str,
     watchers: Collection[str],
     registered: Callable[[Entry], str | None],
-) -> list[tuple[ServiceEntries, Entry]]:
+) -> list[ServiceWorker]:
     """Return the same, for names of workers that register a model, services and models alone.
 
     Those of other programs than ours count once they have ``registered`` their model.
     """
     found = named_processes(document, name, watchers, registered)
-    workers = [(owner, one.entry) for one in found if (owner := _owner(one, registered))]
+    workers = [
+        ServiceWorker(owner, one.entry) for one in found if (owner := _owner(one, registered))
+    ]
     if not workers:
         others = [one for one in _all_targets(document) if _owner(one, registered)]
         raise InvalidArgument(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dynamo.serve.graph.command import service_args, service_facts
 from dynamo.serve.graph.facts import PREFILL, ServiceFacts
@@ -61,6 +62,13 @@ class ServiceEntries:
         )
         entry.assign(gpus)
         return entry
+
+
+class ServiceWorker(NamedTuple):
+    """A worker and its service."""
+
+    service: ServiceEntries
+    entry: Entry
 
 
 def read_services(document: Document) -> dict[str, ServiceEntries]:

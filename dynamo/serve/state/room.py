@@ -8,7 +8,7 @@ from dynamo.errors import ConfigError
 from dynamo.protocols.status import LoadEffect
 from dynamo.serve.gpus.gpus import Gpu, fits
 from dynamo.serve.state.document import GIVEN_UP, STOPPED, Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.entries import ServiceEntries, ServiceWorker, read_services
 from dynamo.serve.state.ledger import GpuLedger
 from dynamo.serve.state.process_table import is_reserved, ledger_of
 
@@ -40,10 +40,10 @@ def sleeper_to_wake(
     return None
 
 
-def sleepers_on(document: Document, gpus: Collection[str]) -> list[tuple[ServiceEntries, Entry]]:
+def sleepers_on(document: Document, gpus: Collection[str]) -> list[ServiceWorker]:
     """Return the sleeping workers that are bound to some of ``gpus``."""
     return [
-        (service, entry)
+        ServiceWorker(service, entry)
         for service in read_services(document).values()
         for entry in service.entries
         if entry.asleep and entry.reserved_by is None and not {*gpus}.isdisjoint(entry.gpus)
@@ -57,7 +57,7 @@ def free_gpus(ledger: GpuLedger) -> list[str]:
 
 def in_the_way(
     document: Document, service: ServiceEntries, free: Sequence[str], crowded: Collection[str]
-) -> list[tuple[ServiceEntries, Entry]]:
+) -> list[ServiceWorker]:
     """Return the sleeping workers to remove, so that a worker of ``service`` has memory.
 
     Of the ``free`` GPUs, the ``crowded`` ones have too little memory.
