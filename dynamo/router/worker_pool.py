@@ -40,6 +40,7 @@ class DenseSlots:
         """The slot of the pair; freed slots are reused first."""
         key = (worker, dp_rank)
         if key not in self._slots:
+            # Without free slots, those in use are 0 to len - 1.
             self._slots[key] = self._free.pop() if self._free else len(self._slots)
         return self._slots[key]
 
@@ -152,6 +153,7 @@ class WorkerPool:
         self._update_eligible()
 
     def _update_eligible(self) -> None:
+        # A worker may be avoided before it is added, and after it was removed.
         avoided = any(worker_id in self.members for worker_id in self.avoided)
         restricted = not self.candidates or self.busy or avoided
         self.all_eligible = None if restricted else self.candidates

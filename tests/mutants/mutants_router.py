@@ -78,7 +78,7 @@ ROUTER = (
     Mutant(
         "returned-prefill-worker-is-empty",
         "dynamo.router.queue.prefill",
-        "_WorkerLoad(capacity, sum(held), len(held))",
+        "_WorkerLoad(capacity, sum(tokens_held), len(tokens_held))",
         "_WorkerLoad(capacity)",
         (
             "unit/frontend/test_prefill_queue.py::test_a_worker_that_returns_still_has_its_running_requests",

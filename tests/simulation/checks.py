@@ -263,7 +263,7 @@ def _check_blocks(process: Process, indexer: Indexer, held: Held, host: Held) ->
     indexed: dict[int, set[int]] = {worker: set() for worker, _ in indexer._streams}
     for worker, _, _, dumped, _ in indexer._index.dump():
         indexed.setdefault(worker, set()).update(dumped)
-    component = indexer._counts._place.component
+    component = indexer._counts._labels.component
     for worker, blocks in indexed.items():
         own = held.get((component, worker))
         extra = blocks - (own or set()) - host.get((component, worker), set())

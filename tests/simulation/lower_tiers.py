@@ -73,7 +73,7 @@ def _of_index(
     indexed: dict[int, set[Block]] = {worker: set() for worker, _ in indexer._streams}
     for worker, block in _blocks(indexer._index):
         indexed[worker].add(block)
-    component = indexer._counts._place.component
+    component = indexer._counts._labels.component
     for worker, blocks in indexed.items():
         log = logs.get((component, worker))
         if log is None:  # it was written against the public API, or does not run

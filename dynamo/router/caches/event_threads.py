@@ -82,11 +82,13 @@ class EventThreads:
         if self._closed:
             return
         self._closed = True
+        # Stop all before the first join: they end side by side.
         for number in range(len(self._threads)):
             self.ingest.stop(number)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        # After the joins: a socket of libzmq must not be closed while another thread uses it.
         for socket in self._sockets:
             socket.close(linger=0)
         if self._timer is not None:
@@ -100,6 +102,7 @@ class EventThreads:
 
         Such a publisher has no :meth:`forget`: its thread follows from its id instead.
         """
+        # One thread for each publisher: two would apply its events out of order.
         number = self._thread_of.get(publisher_id, publisher_id % len(self._threads))
         self.ingest.push(number, payload)
 
@@ -129,6 +132,7 @@ class EventThreads:
             log.error("thread %d for KV events ended: its workers' caches become stale", number)
 
     def _process_handoffs(self) -> None:
+        # Clear before reading: a handoff that arrives afterwards wakes the loop again.
         self.ingest.clear_wakeup()
         for _ in range(HANDOFFS_PER_ITERATION):
             handoff = self.ingest.next_handoff()
@@ -158,6 +162,7 @@ class EventThreads:
         self.subscriber.gaps = warnings["sequence_gap"]
         self.subscriber.malformed = warnings["malformed"]
         for kind, count in warnings.items():
+            # The threads count from their start; the metrics take the difference to the last flush.
             new = count - self._counted.get(kind, 0)
             self._counted[kind] = count
             if new:
@@ -182,6 +187,7 @@ def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventMetrics) -> N
         log.warning("invalid KV events: %s", error)
         return
     if worker is not None:
+        # The thread applied the events before ``first``, and hands off each other rank on its own.
         batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]
     indexer.apply(batch)
 
@@ -209,6 +215,7 @@ class _Subscriber:
         if publisher is not None:
             number = self._threads.thread_of(publisher)
             self._threads.ingest.disconnect(number, address, publisher)
+            # Last: it drops the number of the thread that has the socket.
             self._threads.forget(publisher)
 
     def close(self) -> None:

@@ -101,38 +101,38 @@ class _Stream:
 class EventMetrics:
     """KV events by type and outcome, warnings by kind, and the size of the index."""
 
-    def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
-        self._place = place
+    def __init__(self, registry: Registry, labels: RouterLabels, index: RadixTree) -> None:
+        self._labels = labels
         self._applied = registry.family(_EVENTS_APPLIED)
         self._warnings = registry.family(_EVENT_WARNINGS)
         self._by_outcome: dict[tuple[str, str], Counter] = {}
-        show_index(registry, place, index)
+        show_index(registry, labels, index)
 
     def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Count events."""
         child = self._by_outcome.get((event_type, status))
         if child is None:
-            place = self._place
+            labels = self._labels
             child = self._by_outcome[event_type, status] = self._applied.labels(
-                place.component, place.namespace, event_type, status, place.router_id
+                labels.component, labels.namespace, event_type, status, labels.router_id
             )
         child.value += count
 
     def warning(self, kind: str, count: int = 1) -> None:
         """Count warnings of one kind."""
-        place = self._place
-        labels = place.component, place.namespace, kind, place.router_id
-        self._warnings.labels(*labels).value += count
+        labels = self._labels
+        values = labels.component, labels.namespace, kind, labels.router_id
+        self._warnings.labels(*values).value += count
 
 
-def show_index(registry: Registry, place: RouterLabels, index: RadixTree) -> None:
+def show_index(registry: Registry, labels: RouterLabels, index: RadixTree) -> None:
     """Export the size of the index."""
     for spec, read in (
         (_BLOCKS, index.blocks),
         (_MEMORY_BYTES, index.memory_bytes),
         (_DROPPED_BLOCKS, index.dropped),
     ):
-        registry.child(spec, *place.router).function = read
+        registry.child(spec, *labels.router).function = read
 
 
 class Indexer:
@@ -184,6 +184,7 @@ class Indexer:
             if stream is None:  # not discovered yet: its dump will have the blocks
                 self._counts.warning("unknown_worker")
                 continue
+            # A handoff of the threads: take the stream back before changing it.
             if stream.delegated:
                 self._reclaim(stream)
             stream.received_any = True
@@ -192,6 +193,7 @@ class Indexer:
             else:
                 self._hold(stream, event)
         if self._threads is not None:
+            # After the whole batch: its next event would take the stream back at once.
             for rank in {event.dp_rank for event in batch.events}:
                 stream = self._streams.get((batch.worker_id, rank))
                 if stream is not None:
@@ -230,6 +232,7 @@ class Indexer:
             if not self._made_progress(stream, recovery, answer, before):
                 return
         yield from self._apply_held(stream, recovery)
+        # Otherwise a gap among the held events has started another recovery, which goes on.
         if self.is_pending(recovery):
             stream.pending = None
             self._note_doubt(stream)
@@ -257,7 +260,7 @@ class Indexer:
 
     def publisher_restarted(self, worker_id: int) -> None:
         """Recover everything: the worker's publisher restarted, its earlier events do not count."""
-        for stream in [one for key, one in self._streams.items() if key[0] == worker_id]:
+        for stream in [self._streams[key] for key in self._streams if key[0] == worker_id]:
             self._reclaim(stream)
             self._resync(stream)
             self._delegate(stream)
@@ -281,9 +284,9 @@ class Indexer:
         if stream.delegated and self._threads is not None:
             stream.delegated = False
             stream.failed_attempts = 0
-            known = self._threads.reclaim(stream.worker_id, stream.dp_rank)
-            if known is not None:
-                stream.last, received_any = known
+            state = self._threads.reclaim(stream.worker_id, stream.dp_rank)
+            if state is not None:
+                stream.last, received_any = state
                 stream.received_any = stream.received_any or received_any
 
     def _delegate(self, stream: _Stream) -> None:
@@ -326,6 +329,7 @@ class Indexer:
             self.recovering_slots.discard(stream.slot)
 
     def _hold(self, stream: _Stream, event: KvEvent) -> None:
+        # Drop them all at once: the next event then shows one gap, which one query repairs.
         if len(stream.held) >= MAX_HELD_EVENTS:
             self._counts.warning("held_overflow", len(stream.held))
             stream.held.clear()
@@ -341,9 +345,11 @@ class Indexer:
         else:
             self._counts.warning("gap", event.event_id - stream.last - 1)
             if stream.answers:
+                # To the front: while held events are applied, this one was just taken from there.
                 stream.held.appendleft(event)
                 self._recover(stream, stream.last + 1, event.event_id - 1)
             else:
+                # This worker answers no queries. ``last`` is None then: the call accepts any id.
                 self._forget_blocks(stream)
                 self._apply_live(stream, event)
 
@@ -437,6 +443,7 @@ class Indexer:
         if tier:
             slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
         if isinstance(data, BlocksStored):
+            # A block that moves to a lower tier keeps its position: its id is enough.
             if data.tokens_hashes or not tier:
                 self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
             elif self._index.adopt(slot, data.block_hashes):

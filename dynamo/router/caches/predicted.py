@@ -103,23 +103,23 @@ class PredictedCache:
         self._pruning = False
         self.counts = PredictionCounts()
 
-    def export(self, registry: Registry, place: RouterLabels, policy: str) -> None:
+    def export(self, registry: Registry, labels: RouterLabels, policy: str) -> None:
         """Export the predicted blocks, and count the dropped ones. ``policy`` forgets them."""
-        show_index(registry, place, self._index)
-        here = place.component, place.namespace
+        show_index(registry, labels, self._index)
+        here = labels.component, labels.namespace
         self.counts = PredictionCounts(
             *(
-                registry.child(spec, *here, place.router_id)
+                registry.child(spec, *here, labels.router_id)
                 for spec in (_EXPIRED, _PRUNED, _LRU_EVICTED, _LRU_EVICTIONS)
             )
         )
-        registry.child(_CONFIGURED_POLICY, *here, policy, place.router_id).value = 1
+        registry.child(_CONFIGURED_POLICY, *here, policy, labels.router_id).value = 1
         for spec, read in (
             (_LRU_LEASES, self.leases),
             (_LRU_FALLBACKS, self.fallbacks),
             (_PREDICTED_MEMORY_BYTES, self.memory_bytes),
         ):
-            registry.child(spec, *here, place.router_id).function = read
+            registry.child(spec, *here, labels.router_id).function = read
 
     def add_slot(self, slot: int, capacity_blocks: int | None) -> None:
         """Add a slot; under ``lru`` one of unknown capacity falls back to ``ttl``."""
@@ -153,19 +153,21 @@ class PredictedCache:
         if request_id is None or slot not in self._capacities:
             self._recency.touch(slot, chained, now_s)
         else:
+            # An id that is routed again must not leave the blocks of its first worker pinned.
             self.ended(request_id, now_s)
             self._leases[request_id] = slot, self._recency.pin(slot, chained, now_s)
         if slot in self._capacities:
             self._shrink(slot, STEP_BLOCKS + len(chained))  # more than was added: it converges
+        # Hysteresis: prune from the limit down to the target, a bounded step with each decision.
         self._pruning |= self._recency.blocks() > self._max_blocks
         if self._pruning:
             self._prune(STEP_BLOCKS + len(chained))
 
     def ended(self, request_id: str, now_s: float) -> None:
         """Release the blocks of an ended request (``lru``); they become its newest."""
-        found = self._leases.pop(request_id, None)
-        if found is not None:
-            slot, lease = found
+        lease_entry = self._leases.pop(request_id, None)
+        if lease_entry is not None:
+            slot, lease = lease_entry
             self._recency.release(lease, now_s)
             self._shrink(slot, STEP_BLOCKS)
 
@@ -217,8 +219,8 @@ class PredictedCache:
 
     def _check(self) -> None:
         self._recency._check()
-        held = sum(self._recency.blocks_of(slot) for slot in self._slots)
-        assert self._recency.blocks() == held == self._index.blocks()
+        blocks = sum(self._recency.blocks_of(slot) for slot in self._slots)
+        assert self._recency.blocks() == blocks == self._index.blocks()
         assert self._recency.leases() == len(self._leases)
         assert all(self._recency.has_own_list(slot) for slot in self._capacities)
 
@@ -237,15 +239,15 @@ class OptimisticCache:
         self._predicted = PredictedCache(self._index, ttl_s, max_blocks, prune_ratio)
         self._depths = array("I")
 
-    def export(self, registry: Registry, place: RouterLabels) -> None:
+    def export(self, registry: Registry, labels: RouterLabels) -> None:
         """Export the size."""
-        here = place.component, place.namespace, place.router_id
+        here = labels.component, labels.namespace, labels.router_id
         registry.child(_PREDICTED_MEMORY_BYTES, *here).function = self.memory_bytes
 
     def add_slot(self, slot: int) -> None:
         """Add a slot."""
-        for one in range(self._index.capacity(), slot + 1):
-            self._index.slot(one, 0)  # the lowest free slot: the same number as in the pool
+        for number in range(self._index.capacity(), slot + 1):
+            self._index.slot(number, 0)  # the lowest free slot: the same number as in the pool
         self._depths = array("I", bytes(4 * self._index.capacity()))
         self._predicted.add_slot(slot, None)
 

@@ -68,6 +68,7 @@ class Hasher(NamedTuple):
         seed, mm_hashes = BLOCK_SEED, None
         if routing is not None:
             if routing.lora_name or routing.cache_namespace:
+                # Adapter and namespace change what a block holds, and so each hash.
                 seed = seed_for(routing.lora_name, routing.cache_namespace)
             if routing.mm_routing_info is not None:
                 tokens = routing.mm_routing_info.routing_token_ids
@@ -157,6 +158,7 @@ class CachedBlocks:
         if index is None:
             return
         index.match_into(hashes, self.device)
+        # Raise the column of the device first: lower tiers extend the prefix that it shows.
         if self._optimistic is not None:
             self._optimistic.raise_into(hashes, self.device, now_s)
         for slot, depth in in_progress:
@@ -223,13 +225,14 @@ def _beyond(depth: int, ranges: list[tuple[int, int]]) -> int:
 
 def _by_block(objects: list[MmObject], tokens: int, block_size: int) -> list[list[int]]:
     """Return the hashes of the images that overlap each full block."""
-    found: list[list[int]] = [[] for _ in range(tokens // block_size)]
-    for one in objects:
+    by_block: list[list[int]] = [[] for _ in range(tokens // block_size)]
+    for image in objects:
+        # Ends are exclusive: round up. A partial block at the end has no hash to change.
         blocks = {
             block
-            for start, end in one.offsets
-            for block in range(start // block_size, min(-(-end // block_size), len(found)))
+            for start, end in image.offsets
+            for block in range(start // block_size, min(-(-end // block_size), len(by_block)))
         }
         for block in blocks:
-            found[block].append(one.mm_hash)
-    return found
+            by_block[block].append(image.mm_hash)
+    return by_block

@@ -202,6 +202,7 @@ class EventFeed:
         if self.threads is not None:
             self.threads.start(self.indexer)
             self._runtime.metrics.before_render.append(self.threads.flush)
+            # The threads have sockets for ZeroMQ; the loop pushes what other transports bring.
             on_events, over = self.threads.push, {ZMQ: self.threads.subscriber}
         self._subscription = self._runtime.subscribe(
             namespace, component, KV_EVENTS, on_events, self._on_gap, self._on_publisher, over=over

@@ -124,6 +124,7 @@ class Maintenance:
 
     def _fire(self, name: str) -> None:
         if name == "sweep":
+            # Arm first: an error in one sweep must not end all later ones.
             self._arm("sweep", SWEEP_S)
             self.sweep()
         elif self._indexer is not None:
@@ -206,6 +207,7 @@ class ConnectedKvRouter(ConnectedRouter):
         """Stop following, refuse queued requests, remove all workers. Idempotent."""
         self._closed = True
         if self.queue is not None:
+            # First: while this awaits the rest, an open queue would go on routing.
             self.queue.close()
         self.maintenance.close()
         if self.events is not None:
@@ -213,6 +215,7 @@ class ConnectedKvRouter(ConnectedRouter):
         await super().close()
         if self._sync is not None:
             self._sync.close()
+        # Before the last save: two writes at once could leave the older speed in the file.
         await self._tasks.close()
         if self._speeds is not None:
             await self._speeds.save(self.picker.active.prefill_speed())
@@ -291,16 +294,16 @@ async def connect(
     return ConnectedRouter(runtime, workers, client, picker, admits)
 
 
-def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:
+def useless_sources(registry: Registry, labels: RouterLabels, endpoint: str) -> Gauge:
     """Return the gauge of workers whose KV events are missing or unusable."""
     return registry.child(
         _MISMATCHED_WORKERS,
-        place.component,
-        place.namespace,
-        place.model,
-        place.component,
+        labels.component,
+        labels.namespace,
+        labels.model,
+        labels.component,
         endpoint,
-        place.namespace,
-        place.router_id,
-        place.worker_type,
+        labels.namespace,
+        labels.router_id,
+        labels.worker_type,
     )

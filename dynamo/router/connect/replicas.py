@@ -54,15 +54,15 @@ decode_message = _decoder.decode
 
 
 class ReplicaSync:
-    """Sends the bookings of ``picker`` to the other routers of ``place``, and books theirs.
+    """Sends the bookings of ``picker`` to the other routers of ``labels``, and books theirs.
 
     Replicas are processes: two routers of one process do not exchange load. :meth:`start`, then
     :meth:`close`.
     """
 
-    def __init__(self, runtime: DistributedRuntime, place: RouterLabels, picker: KvPicker) -> None:
+    def __init__(self, runtime: DistributedRuntime, labels: RouterLabels, picker: KvPicker) -> None:
         self._runtime = runtime
-        self._place = place
+        self._labels = labels
         self._picker = picker
         self._publisher: EventPublisher | None = None
         self._subscription: Subscription | None = None
@@ -74,10 +74,10 @@ class ReplicaSync:
         router_id = secrets.randbits(62) + 1
         self.local = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_pending)
         self.remote = RemoteReplicas(PickerLoadSink(picker), self._request_snapshot)
-        labels = place.component, place.namespace, place.router_id
-        self._resyncs = runtime.metrics.child(_RESYNCS, *labels)
+        values = labels.component, labels.namespace, labels.router_id
+        self._resyncs = runtime.metrics.child(_RESYNCS, *values)
         self._gauges = {
-            runtime.metrics.child(spec, *labels): read
+            runtime.metrics.child(spec, *values): read
             for spec, read in ((_KNOWN, self.remote.__len__), (_REQUESTS, self.remote.requests))
         }
         for exported, read in self._gauges.items():
@@ -85,7 +85,7 @@ class ReplicaSync:
 
     async def start(self) -> None:
         """Subscribe, then publish. Raises EngineShutdown when the process is shutting down."""
-        here = self._place.namespace, self._place.component, ACTIVE_SEQUENCES
+        here = self._labels.namespace, self._labels.component, ACTIVE_SEQUENCES
         # Subscribe first: replicas may answer as soon as they discover the publisher.
         self._subscription = self._runtime.subscribe(
             *here, self._on_message, on_publisher=self._on_publisher
@@ -127,6 +127,7 @@ class ReplicaSync:
             self._flush_handle.cancel()
             self._flush_handle = None
         if self._publisher is None or self._has_no_peers():
+            # No peer listens. A new one requests a snapshot, which has everything.
             self.local.drop_pending()
         else:
             for batch in self.local.take_pending():
@@ -147,8 +148,9 @@ class ReplicaSync:
         now_s = asyncio.get_running_loop().time()
         if self._publisher is None or now_s - self._queried_s.get(router_id, 0.0) < REPEAT_QUERY_S:
             return
+        # Forget older times: else routers that have exited would stay in the table for ever.
         recent = self._queried_s.items()
-        self._queried_s = {one: at for one, at in recent if now_s - at < REPEAT_QUERY_S}
+        self._queried_s = {replica: at for replica, at in recent if now_s - at < REPEAT_QUERY_S}
         self._queried_s[router_id] = now_s
         self._resyncs.value += 1
         query = SequenceQuery(self.local.router_id, router_id)
@@ -211,13 +213,14 @@ class PickerLoadSink:
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
         slot = None if member is None else member.slots.get(event.dp_rank)
+        # The requests of an unknown worker are booked once it is added (:meth:`worker_added`).
         if slot is None or key in picker.active:
             return
         chained = array("Q", data.token_sequence)
         shared = None if data.unique_blocks else chained
         now_s = time.perf_counter()
-        place = slot, event.worker_id, event.dp_rank, data.isl_tokens, data.overlap_blocks
-        reservation = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
+        rank = slot, event.worker_id, event.dp_rank, data.isl_tokens, data.overlap_blocks
+        reservation = Reservation(*rank, now_s, data.expected_output_tokens, remote=True)
         prefill = 0 if data.prefill_completed else data.prefill_tokens
         picker.active.book(key, reservation, shared, data.unique_blocks, prefill)
         if data.prefill_completed:

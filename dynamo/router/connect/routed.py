@@ -52,7 +52,7 @@ async def wait_for_decision(
     """
     future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
     free = partial(queue.picker.free, request_id)
-    found = queue.submit(
+    placed = queue.submit(
         request_id,
         tokens,
         routing=routing,
@@ -60,11 +60,11 @@ async def wait_for_decision(
         on_decision=partial(_resolve, future, free),
         on_error=partial(_fail, future),
     )
-    if isinstance(found, Decision):
-        return found
+    if isinstance(placed, Decision):
+        return placed
 
     def abort(kind: str) -> None:
-        found.cancel()
+        placed.cancel()
         _fail(future, Cancelled("the request left the router's queue"))
 
     if context is not None:
@@ -72,7 +72,7 @@ async def wait_for_decision(
     try:
         return await future
     except asyncio.CancelledError:
-        found.cancel()
+        placed.cancel()
         # The decision may have arrived in the loop iteration that cancelled this task.
         if future.done() and not future.cancelled() and future.exception() is None:
             free()
@@ -244,6 +244,7 @@ def _timing(
     now_s = time.monotonic()
     first_s = answered_s or now_s
     return {
+        # Dynamo's field is wall-clock time: now, less the monotonic time that has passed since.
         "request_received_ms": int((time.time() - (now_s - begun_s)) * 1e3),
         "prefill_wait_time_ms": (placed_s - begun_s) * 1e3,
         "prefill_time_ms": (first_s - placed_s) * 1e3,

@@ -158,12 +158,14 @@ class ConnectedRouter:
         """
         try:
             await self._follow()
+        # Cancellation, too: watches and the client would stay open.
         except BaseException:
             await self.close()
             raise
 
     async def _follow(self) -> None:
         await self._runtime.start()
+        # Cards before instances: workers that exist are then added once, with their configuration.
         await self._cards.start(self._runtime.discovery, self.workers.path)
         await self._follow_loads()
         client, pool = self.client, self.picker.worker_pool
@@ -290,14 +292,14 @@ class SpeedFile:
     def load(self) -> PrefillSpeed | None:
         """Return the saved speed; None without one, or where it is of another model."""
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=SavedSpeed)
+            saved = msgspec.json.decode(self._path.read_bytes(), type=SavedSpeed)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
             log.warning("%s: %s; the prefill speed is learned again", self._path, error)
             return None
-        described = found.model, found.endpoint, found.phase
-        return found.speed if described == self._described else None
+        described = saved.model, saved.endpoint, saved.phase
+        return saved.speed if described == self._described else None
 
     async def save(self, speed: PrefillSpeed | None) -> None:
         """Write ``speed`` unless it is a guess or was written before. Not on the loop: disks may be
@@ -327,6 +329,7 @@ def speed_file(runtime: DistributedRuntime, workers: RoutedWorkers) -> SpeedFile
     """Return the file for ``workers``; None where nothing is kept (discovery is not on disk)."""
     if runtime.settings.discovery_backend != "file":
         return None
+    # Hashed: the name of a model may have slashes, and be longer than a file name.
     key = "\n".join((workers.model, *workers.path, workers.phase)).encode()
     name = f"{workers.namespace}-{hashlib.sha256(key).hexdigest()[:16]}.json"
     return SpeedFile(state_path(runtime.settings) / DIRECTORY / name, workers)

@@ -156,6 +156,7 @@ def breakdown(params: CostParams, isl_tokens: int, tiers: TierCounts, load: Load
     """Return the terms of one rank's cost, as ``dynamo._fast.scoring.costs`` adds them."""
     weights = params.weights
     size = weights.block_size
+    # In prompts of this length: at a decay of 1, one prompt more than the least halves the credit.
     excess = weights.decay * load.excess_tokens / size / max(isl_tokens // size, 1)
     decay = 1.0 / (1.0 + excess)
     credit = (
@@ -190,8 +191,8 @@ def add_requests(
     load: Callable[[int], tuple[int, int, int]],
 ) -> None:
     """Add ``weight`` blocks to the cost of each slot for each of its running requests."""
-    for place, slot in enumerate(slots):
-        costs[place] += weight * load(slot)[2]
+    for index, slot in enumerate(slots):
+        costs[index] += weight * load(slot)[2]
 
 
 def duplicate_price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
@@ -200,16 +201,17 @@ def duplicate_price(params: CostParams, best_overlap: float, prompt_blocks: int)
 
 
 def formula(
-    worker_id: int, scale: float, cost: float, found: CostBreakdown, cached_blocks: float
+    worker_id: int, scale: float, cost: float, terms: CostBreakdown, cached_blocks: float
 ) -> str:
     """Return one candidate's cost as Dynamo's router guide shows it.
 
     Running requests and the factor of taints appear only where they change the cost.
     """
-    summed = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
-    plain = scale * found.prefill_blocks + found.decode_blocks + found.request_blocks
-    if found.request_blocks:
-        summed += f" + {found.request_blocks:.1f}"
+    summed = f"{scale:.1f} * {terms.prefill_blocks:.3f} + {terms.decode_blocks:.1f}"
+    plain = scale * terms.prefill_blocks + terms.decode_blocks + terms.request_blocks
+    if terms.request_blocks:
+        summed += f" + {terms.request_blocks:.1f}"
+    # Only taints multiply a cost; a smaller difference is rounding of the compiled sum.
     if plain and abs(cost - plain) > 1e-9 * plain:
         summed = f"({summed}) * {cost / plain:.3f}"
     return (
@@ -287,14 +289,14 @@ class CopyPolicy:
         # ``with_copy`` is the least cost that a slot without the prefix would have with it.
         least = unpriced = with_copy = inf
         target, lacking = -1, 0.0
-        for place, slot in enumerate(slots):
-            cost = priced = costs[place]
+        for index, slot in enumerate(slots):
+            cost = priced = costs[index]
             missing = best_overlap - cached.effective(weights, slot)
             if missing > 0:
-                priced = costs[place] = cost + price * missing
+                priced = costs[index] = cost + price * missing
                 if cost - weights.prefill_scale * missing < with_copy:
                     with_copy = cost - weights.prefill_scale * missing
-                    target, lacking = place, missing
+                    target, lacking = index, missing
             if priced < least:
                 least, unpriced = priced, cost
         if unpriced <= with_copy or not prompt.chained:
@@ -312,6 +314,7 @@ class CopyPolicy:
         """Record the chosen slot of a prompt with an ``offer``. O(1)."""
         losses = self._losses
         if slot == offer.target:
+            # The copy is made: the next one has to be earned by new losses.
             losses.pop(offer.prefix, None)
             if self._has_room():
                 self._in_progress[request_id] = offer.prefix, offer.depth, slot

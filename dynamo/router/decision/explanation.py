@@ -131,7 +131,7 @@ def explanation(
 
 def _candidates(inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad) -> list[Candidate]:
     costs, least, excluded = inputs.cost_by_slot(), inputs.least_prefill(), inputs.excluded()
-    places = {slot: place for place, slot in enumerate(inputs.slots)}
+    indices = {slot: index for index, slot in enumerate(inputs.slots)}
     rows = []
     for slot in worker_pool.candidates:
         worker_id, dp_rank = worker_pool.owners[slot]
@@ -154,7 +154,7 @@ def _candidates(inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad) -
             prefill_blocks=terms.prefill_blocks,
             decode_blocks=terms.decode_blocks,
             request_blocks=terms.request_blocks,
-            seconds=inputs.seconds(places[slot], costs[slot]) if slot in costs else {},
+            seconds=inputs.seconds(indices[slot], costs[slot]) if slot in costs else {},
             cost=costs.get(slot),
             chosen=slot == inputs.chosen,
             excluded=excluded.get(slot, ""),
@@ -170,11 +170,11 @@ def log_decision(inputs: KvInputs, request_id: str | None, worker_type: str) -> 
     costs, tiers = inputs.cost_by_slot(), inputs.tiers(inputs.chosen)
     if log.isEnabledFor(logging.DEBUG):
         scale, least = inputs.params.weights.prefill_scale, inputs.least_prefill()
-        for place, (slot, cost) in enumerate(costs.items()):
+        for index, (slot, cost) in enumerate(costs.items()):
             if inputs.terms:
-                log.debug(_sum(inputs.owners[slot][0], cost, inputs.seconds(place, cost)))
+                log.debug(_sum(inputs.owners[slot][0], cost, inputs.seconds(index, cost)))
                 continue
-            terms = inputs.breakdown(slot, inputs.load_at(place, least))
+            terms = inputs.breakdown(slot, inputs.load_at(index, least))
             owner = inputs.owners[slot][0]
             log.debug(formula(owner, scale, cost, terms, inputs.effective(slot)))
         best = worker_id, dp_rank, tiers.device, inputs.prompt_blocks
@@ -198,8 +198,8 @@ def log_decision(inputs: KvInputs, request_id: str | None, worker_type: str) -> 
 
 def _sum(worker_id: int, cost: float, terms: dict[str, float]) -> str:
     """Return a cost in seconds as the sum of its terms, in milliseconds."""
-    shown = " + ".join(f"{name} {value * 1e3:.1f}" for name, value in terms.items())
-    return f"Cost of worker_{worker_id}: {cost * 1e3:.1f} ms = {shown}"
+    parts = " + ".join(f"{name} {value * 1e3:.1f}" for name, value in terms.items())
+    return f"Cost of worker_{worker_id}: {cost * 1e3:.1f} ms = {parts}"
 
 
 def overlap_scores(weighed: Weighed, worker_pool: WorkerPool) -> dict[str, Any]:

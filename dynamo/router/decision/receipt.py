@@ -104,17 +104,17 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
 
     def receipt(self) -> RouteReceipt:
         """Return the decision with its reasons. O(candidates)."""
-        found = self.candidates()
+        rows = self.candidates()
         for slot, reason in self.excluded().items():
             worker_id, rank = self.owners[slot]
-            found.append(RouteCandidate(worker=f"{worker_id:x}", dp_rank=rank, excluded=reason))
+            rows.append(RouteCandidate(worker=f"{worker_id:x}", dp_rank=rank, excluded=reason))
         return RouteReceipt(
             mode=self.mode,
             index=self.index,
             reason=self._forced_choice() or self.choice(self.eligible or len(self.slots)),
             unit=self.unit,
-            candidates=tuple(found[:MAX_CANDIDATES]),
-            omitted=self.omitted + len(found[MAX_CANDIDATES:]),
+            candidates=tuple(rows[:MAX_CANDIDATES]),
+            omitted=self.omitted + len(rows[MAX_CANDIDATES:]),
         )
 
     def candidates(self) -> list[RouteCandidate]:
@@ -125,18 +125,18 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
         """Return the reason of the choice among ``count`` ranks."""
         raise NotImplementedError
 
-    def _keep(self, places: list[int], **columns: Any) -> Self:
-        """Return the same for the ranks at ``places`` in ``slots``, the chosen one first."""
+    def _keep(self, indices: list[int], **columns: Any) -> Self:
+        """Return the same for the ranks at ``indices`` in ``slots``, the chosen one first."""
         kept = self.constraints
         if kept is not None:  # no excluded rank is left to explain
             kept = msgspec.structs.replace(kept, allowed=None, lacking={}, single=())
-        slots = [self.slots[place] for place in places]
+        slots = [self.slots[index] for index in indices]
         ranks = sum(worker_id >= 0 for worker_id, _ in self.owners)
         return msgspec.structs.replace(
             self,
             owners=[self.owners[slot] for slot in slots],
             slots=array("I", range(len(slots))),
-            chosen=0,  # the first of ``places``
+            chosen=0,  # the first of ``indices``
             eligible=len(self.slots),
             omitted=ranks - len(slots),
             constraints=kept,
@@ -213,6 +213,7 @@ class KvInputs(RankInputs, gc=False, frozen=True):
         """Return the cost of each eligible slot; empty if none could be chosen."""
         if self.chosen < 0:
             return {}
+        # Not strict: the column is as long as all slots; eligible ones come first.
         return dict(zip(self.slots, _column("d", self.costs), strict=False))
 
     def tiers(self, slot: int) -> TierCounts:
@@ -230,10 +231,10 @@ class KvInputs(RankInputs, gc=False, frozen=True):
         excess = 0 if least_tokens is None else max(tokens - least_tokens, 0)
         return Load(tokens, excess, _column("q", self.decode)[slot], requests)
 
-    def load_at(self, place: int, least_tokens: int | None) -> Load:
-        """Return the load of ``slots[place]``, with its requests where they matter."""
-        requests = self.requests[place] if self.requests else 0
-        return self.load(self.slots[place], requests, least_tokens)
+    def load_at(self, index: int, least_tokens: int | None) -> Load:
+        """Return the load of ``slots[index]``, with its requests where they matter."""
+        requests = self.requests[index] if self.requests else 0
+        return self.load(self.slots[index], requests, least_tokens)
 
     def least_prefill(self) -> int | None:
         """Return the least active prefill of the eligible slots; None without any. O(slots)."""
@@ -256,10 +257,10 @@ class KvInputs(RankInputs, gc=False, frozen=True):
                 dp_rank=self.owners[slot][1],
                 chosen=slot == self.chosen,
                 overlap_blocks=self.effective(slot),
-                cost=costs[place],
-                terms=self._terms(place, costs[place], least),
+                cost=costs[index],
+                terms=self._terms(index, costs[index], least),
             )
-            for place, slot in enumerate(self.slots)
+            for index, slot in enumerate(self.slots)
         ]
         rows.sort(key=lambda row: (not row.chosen, row.cost))
         return rows
@@ -288,33 +289,35 @@ class KvInputs(RankInputs, gc=False, frozen=True):
 
         O(slots).
         """
-        places = [self.slots.index(self.chosen)]
+        indices = [self.slots.index(self.chosen)]
         if wanted:
             costs = _column("d", self.costs)
             cheapest = nsmallest(MAX_CANDIDATES, range(len(self.slots)), key=costs.__getitem__)
-            places += [place for place in cheapest if place != places[0]][: MAX_CANDIDATES - 1]
-        slots = [self.slots[place] for place in places]
+            indices += [index for index in cheapest if index != indices[0]][: MAX_CANDIDATES - 1]
+        slots = [self.slots[index] for index in indices]
         host, disk, shared = self.lower or (b"", b"", b"")
         return self._keep(
-            places,
+            indices,
             device=_pick("I", self.device, slots),
             prefill=_pick("q", self.prefill, slots),
             decode=_pick("q", self.decode, slots),
-            costs=_pick("d", self.costs, places),
+            costs=_pick("d", self.costs, indices),
             lower=(_pick("I", host, slots), _pick("I", disk, slots), _pick("I", shared, slots)),
-            requests=tuple(self.requests[place] for place in places) if self.requests else (),
+            requests=tuple(self.requests[index] for index in indices) if self.requests else (),
             free_copy=slots.index(self.free_copy) if self.free_copy in slots else None,
             least_tokens=self.least_prefill(),
-            terms=_pick("d", self.terms, [TERMS * one + i for one in places for i in range(TERMS)]),
+            terms=_pick(
+                "d", self.terms, [TERMS * index + i for index in indices for i in range(TERMS)]
+            ),
         )
 
-    def seconds(self, place: int, cost: float) -> dict[str, float]:
-        """Return the terms of the cost of ``slots[place]`` in seconds; empty if it is in blocks."""
+    def seconds(self, index: int, cost: float) -> dict[str, float]:
+        """Return the terms of the cost of ``slots[index]`` in seconds; empty if it is in blocks."""
         if not self.terms:
             return {}
-        found = _column("d", self.terms)[TERMS * place : TERMS * (place + 1)]
-        terms = dict(zip(("wait", "compute", "others", "running"), found, strict=True))
-        if abs(rest := cost - sum(found)) > _SMALL:
+        parts = _column("d", self.terms)[TERMS * index : TERMS * (index + 1)]
+        terms = dict(zip(("wait", "compute", "others", "running"), parts, strict=True))
+        if abs(rest := cost - sum(parts)) > _SMALL:
             terms[self._rest] = rest
         return terms
 
@@ -323,13 +326,13 @@ class KvInputs(RankInputs, gc=False, frozen=True):
         """The name of what is left of a cost: the share of a policy, or of preferred taints."""
         return "policy" if self.policy else "taints"
 
-    def _terms(self, place: int, cost: float, least_tokens: int | None) -> dict[str, float]:
-        """Return the terms of the cost of ``slots[place]``, which add up to it."""
+    def _terms(self, index: int, cost: float, least_tokens: int | None) -> dict[str, float]:
+        """Return the terms of the cost of ``slots[index]``, which add up to it."""
         if self.terms:
-            return self.seconds(place, cost)
-        slot = self.slots[place]
+            return self.seconds(index, cost)
+        slot = self.slots[index]
         weights = self.params.weights
-        load = self.load_at(place, least_tokens)
+        load = self.load_at(index, least_tokens)
         parts = breakdown(self.params, self.isl_tokens, self.tiers(slot), load)
         scale = weights.prefill_scale
         terms = {
@@ -382,11 +385,11 @@ class InflightInputs(RankInputs, gc=False, frozen=True):
 
     def narrowed(self, wanted: bool) -> InflightInputs:
         """Return the same for the chosen slot alone; ``wanted``: for the first ones, too."""
-        places = [self.slots.index(self.chosen)]
+        indices = [self.slots.index(self.chosen)]
         if wanted:
-            others = (place for place in range(len(self.slots)) if place != places[0])
-            places += list(others)[: MAX_CANDIDATES - 1]
-        return self._keep(places, inflight=[self.inflight[self.slots[one]] for one in places])
+            others = (index for index in range(len(self.slots)) if index != indices[0])
+            indices += list(others)[: MAX_CANDIDATES - 1]
+        return self._keep(indices, inflight=[self.inflight[self.slots[index]] for index in indices])
 
 
 DecisionInputs: TypeAlias = DecisionTotals | KvInputs | InflightInputs
@@ -406,7 +409,7 @@ def _column(kind: str, data: bytes) -> memoryview[Any]:
     return memoryview(data).cast(kind)  # type: ignore[call-overload,no-any-return]
 
 
-def _pick(kind: str, data: bytes, places: Sequence[int]) -> bytes:
-    """Return the items of a column at ``places``; nothing of an empty one."""
+def _pick(kind: str, data: bytes, indices: Sequence[int]) -> bytes:
+    """Return the items of a column at ``indices``; nothing of an empty one."""
     column = _column(kind, data)
-    return array(kind, [column[place] for place in places] if data else []).tobytes()
+    return array(kind, [column[index] for index in indices] if data else []).tobytes()

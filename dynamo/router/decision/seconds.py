@@ -44,7 +44,7 @@ class Seconds:
     """Weighs prompts in seconds. Time is a parameter.
 
     ``weights`` are the shares of a block's work that host memory, disk and a shared cache save;
-    ``terms`` are those of the last candidates, by place: wait, work, others and running.
+    ``terms`` are those of the last candidates, by index: wait, work, others and running.
     """
 
     def __init__(self, block_size: int, weights: tuple[float, float, float]) -> None:
@@ -70,7 +70,7 @@ class Seconds:
         decode_blocks: array[int],
         costs: array[float],
     ) -> None:
-        """Write the cost of each slot to ``costs``, by place, and set the prompt's best overlap."""
+        """Write the cost of each slot to ``costs``, by index, and set the prompt's best overlap."""
         now_s = prompt.matched_s
         self._rent = 0.0
         self._held = min(highest(cached.device), len(prompt.chained))
@@ -78,7 +78,7 @@ class Seconds:
             paid = self._rents.get(prompt.chained[self._held - 1])
             if paid is not None:
                 self._rent = paid[0] * 0.5 ** ((now_s - paid[1]) / _RENT_HALF_LIFE_S)
-        found = self.slots.costs(
+        totals = self.slots.costs(
             slots,
             now_s,
             prompt.isl_tokens,
@@ -96,33 +96,36 @@ class Seconds:
             cached.disk,
             cached.shared,
         )
-        prompt.best_overlap, self._least_wait_s, self._least_work_s, self._others = found
+        prompt.best_overlap, self._least_wait_s, self._least_work_s, self._others = totals
 
     def routed(
-        self, place: int, slots: array[int], cached: CachedBlocks, prompt: HashedPrompt
+        self, index: int, slots: array[int], cached: CachedBlocks, prompt: HashedPrompt
     ) -> float:
-        """Count the work at the chosen place, and the rent that the prefix has paid.
+        """Count the work at the chosen index, and the rent that the prefix has paid.
 
         Returns the expected time to the first token.
         """
-        now_s, slot = prompt.matched_s, slots[place]
-        wait_s, work_s = self.terms[TERMS * place], self.terms[TERMS * place + 1]
+        now_s, slot = prompt.matched_s, slots[index]
+        wait_s, work_s = self.terms[TERMS * index], self.terms[TERMS * index + 1]
         slowness = self.slots.send(
             slot, prompt.chained, self._held, cached.device[slot], work_s, now_s
         )
         if self._held:
             added_s = work_s - self._least_work_s * slowness
+            # The rent: the wait beyond the shortest one, less what the added work costs all.
             paid = wait_s - self._least_wait_s - (1.0 + self._others) * added_s
             self._pay(prompt.chained[self._held - 1], paid, now_s)
         return wait_s + work_s
 
     def ended(self, held_s: float) -> None:
         """Count a request that held its blocks for ``held_s``."""
+        # A moving average over about 20 requests, which is 1 / _HELD_SHARE.
         self._held_s += _HELD_SHARE * (held_s - self._held_s)
 
     def _pay(self, prefix: int, paid: float, now_s: float) -> None:
         rent = self._rent + paid
         if rent <= 0.0:
+            # A rent at the time of the decision means an entry.
             if self._rent:
                 del self._rents[prefix]
             return

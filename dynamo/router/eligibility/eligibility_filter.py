@@ -147,6 +147,7 @@ class BusyWatch:
         """Decide again whether the worker is busy, after its load or configuration changed."""
         pool = self._worker_pool
         if not self._thresholds.any:
+            # Without thresholds only rejections make a worker busy.
             if pool.busy:
                 pool.set_busy(worker_id, worker_id in self._at_capacity)
             return

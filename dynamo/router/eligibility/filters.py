@@ -119,10 +119,12 @@ def constraints_of(
     pin, allowed = pinned_worker(routing), routing.allowed_worker_ids
     members, single, lacking = worker_pool.members.values(), frozenset[int](), {}
     if routing.dp_rank is not None and pin is None:
-        single = frozenset(one.worker_id for one in members if len(one.slots) == 1)
+        single = frozenset(member.worker_id for member in members if len(member.slots) == 1)
     if routing.required_taints:
         required = set(routing.required_taints)
-        missing = {one.worker_id: required.difference(one.config.taints) for one in members}
+        missing = {
+            member.worker_id: required.difference(member.config.taints) for member in members
+        }
         lacking = {
             worker_id: ", ".join(sorted(taints))[:_TAINTS_SHOWN]
             for worker_id, taints in missing.items()
@@ -164,9 +166,9 @@ def apply_preferred_taints(
     """
     if not all(math.isfinite(weight) for weight in preferred.values()):
         raise InvalidArgument("the weights of preferred taints must be finite")
-    for place, slot in enumerate(slots):
+    for index, slot in enumerate(slots):
         owner = worker_pool.owners[slot]
-        costs[place] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)
+        costs[index] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)
 
 
 def _constrains(routing: Routing) -> bool:
@@ -210,6 +212,7 @@ def _allowed(worker_pool: WorkerPool, routing: Routing) -> list[Member]:
         return list(worker_pool.members.values())
     allowed = [
         worker_pool.members.get(worker_id)
+        # Without repetitions: a worker named twice would be drawn twice as often.
         for worker_id in dict.fromkeys(routing.allowed_worker_ids)
     ]
     members = [member for member in allowed if member is not None]
@@ -260,5 +263,6 @@ def _slots(members: Iterable[Member], dp_rank: int | None) -> array[int]:
         if dp_rank is not None and dp_rank in member.slots:
             slots.append(member.slots[dp_rank])
         else:
+            # No rank was asked for, or the only one serves any (:func:`_with_rank`).
             slots.extend(member.slots.values())
     return slots

@@ -81,6 +81,7 @@ class ActiveLoad:
         self._seconds = seconds
         self._sequences = ActiveSequences()
         if track_blocks and (prefill_model is None or seconds is not None):
+            # No model subtracts from these columns: call the compiled method directly.
             self.project_into = self._sequences.project_into  # type: ignore[method-assign] # no layer
         self._reservations: dict[str, Reservation] = {}
 
@@ -181,6 +182,7 @@ class ActiveLoad:
         if reservation is not None:
             reservation.output_tokens += output_tokens
             self._sequences.release(reservation.handle)
+            # Ended before its first token: its busy interval says nothing about the speed.
             if self._prefills is not None and reservation.first_token_at_s is None:
                 self._prefills.abandon(reservation.slot, request_id, self._clock())
             if self._seconds is not None and reservation.first_token_at_s is not None:
@@ -194,13 +196,13 @@ class ActiveLoad:
 
     def stale(self, before_s: float) -> list[str]:
         """The requests booked before ``before_s``. O(their number)."""
-        found = []
+        request_ids = []
         # A dict iterates in the order of insertion, which is that of reservation.
         for request_id, reservation in self._reservations.items():
             if reservation.booked_at_s >= before_s:
                 break
-            found.append(request_id)
-        return found
+            request_ids.append(request_id)
+        return request_ids
 
     def load(self, slot: int) -> tuple[int, int, int]:
         """(active prefill tokens, active blocks, active requests) of ``slot``."""
@@ -234,6 +236,7 @@ class ActiveLoad:
         expected_s = None
         if self._prefills is not None:
             expected_s = self._prefills.predict(tokens, cached_tokens)
+        # The queue's policy wspt divides by it.
         return max(tokens if expected_s is None else expected_s, 1e-9)
 
     def restore_prefill_speed(self, speed: PrefillSpeed) -> None:
@@ -260,8 +263,8 @@ def _faded(reservation: Reservation) -> float:
 class WorkerMetrics:
     """One series per (worker, dp_rank) that can be chosen, removed with the worker."""
 
-    def __init__(self, registry: Registry, place: RouterLabels) -> None:
-        self._place = place
+    def __init__(self, registry: Registry, labels: RouterLabels) -> None:
+        self._labels = labels
         self._registered = registry.family(_WORKER_REGISTERED)
         self._loads = (registry.family(_PREFILL_TOKENS), registry.family(_DECODE_BLOCKS))
 
@@ -270,25 +273,25 @@ class WorkerMetrics:
         for rank, slot in member.slots.items():
             self._registered.labels(*self._registration(member, rank)).value = 1
             for part, family in enumerate(self._loads):
-                child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
+                child = family.labels(str(rank), str(member.worker_id), self._labels.worker_type)
                 child.function = _reader(active, slot, part)
 
     def removed(self, member: Member) -> None:
         """Remove the worker's series."""
         for rank in member.slots:
             for family in self._loads:
-                family.remove(str(rank), str(member.worker_id), self._place.worker_type)
+                family.remove(str(rank), str(member.worker_id), self._labels.worker_type)
             self._registered.remove(*self._registration(member, rank))
 
     def _registration(self, member: Member, rank: int) -> tuple[str, ...]:
-        place = self._place
+        labels = self._labels
         return (
             str(rank),
-            place.component,
-            place.namespace,
+            labels.component,
+            labels.namespace,
             str(member.worker_id),
-            place.router_id,
-            place.worker_type,
+            labels.router_id,
+            labels.worker_type,
         )
 
 

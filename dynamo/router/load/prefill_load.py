@@ -44,11 +44,12 @@ class PrefillLoad:
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
         """Remove a computed prompt, and learn from it. Ignores unknown requests."""
+        # A prior knows no GPU: take each prompt as a sample. Later an interval is cut after eight.
         hurries = self._model.hurries
         limit = 1 if hurries else _INTERVAL_PREFILLS
-        found = self._queues.first_token(slot, request_id, now_s, not hurries, limit)
-        if found is not None:
-            self._observe(slot, BusyInterval(*found), now_s)
+        interval = self._queues.first_token(slot, request_id, now_s, not hurries, limit)
+        if interval is not None:
+            self._observe(slot, BusyInterval(*interval), now_s)
 
     def speed(self) -> PrefillSpeed | None:
         """Return what the model expects, if it learns."""
@@ -77,6 +78,7 @@ class PrefillLoad:
         """Fit the model to an interval as a worker of the middle of the pool would take it."""
         seconds = self._seconds
         if seconds is not None:
+            # The model is of a worker in the middle of the pool: scale a slow one's time.
             slower = seconds.slowness(slot) / seconds.middle_slowness()
             interval = interval._replace(seconds=interval.seconds / slower)
         self._model.observe(interval, now_s)

@@ -116,6 +116,7 @@ class PrefillFit:
 
     def restore(self, speed: PrefillSpeed) -> None:
         """Take what an earlier router learned as the first guess, unless it takes no time."""
+        # Not zeros: the samples scale the prior by what it expects, and would divide by 0.
         if speed.fixed_s + speed.token_s > _LEAST_S / 1000:
             self._prior = speed.fixed_s, speed.token_s, speed.attention_s
 
@@ -149,9 +150,10 @@ class PrefillFit:
         if self._prior is not None and self.terms is None:
             a, b, c = self._prior
             factor = median(
-                one.seconds / (one.prefills * a + one.tokens * b + one.attention * c)
-                for one in self._samples
+                sample.seconds / (sample.prefills * a + sample.tokens * b + sample.attention * c)
+                for sample in self._samples
             )
+            # A few samples cannot tell the terms apart, but show the speed as a whole.
             self._prior = a * factor, b * factor, c * factor
 
     def fit(self) -> None:
@@ -162,8 +164,10 @@ class PrefillFit:
 
 def _fit(samples: Sequence[BusyInterval]) -> Row:
     """Fit by iteratively reweighted least squares, starting from the median rate."""
-    features = [(float(one.prefills), float(one.tokens), one.attention) for one in samples]
-    seconds = [max(one.seconds, _LEAST_S) for one in samples]
+    features = [
+        (float(sample.prefills), float(sample.tokens), sample.attention) for sample in samples
+    ]
+    seconds = [max(sample.seconds, _LEAST_S) for sample in samples]
     rate = median(took / row[1] for took, row in zip(seconds, features, strict=True))
     terms: Row = (0.0, rate, 0.0)
     for _ in range(_ROUNDS):
@@ -206,6 +210,7 @@ def _least_squares(
         ct += wc * took
     x, y, z = start
     for _ in range(_DESCENT):
+        # No diagonal is 0: each sample has a prompt, a token and its attention to itself.
         x = max((at - ab * y - ac * z) / aa, 0.0)
         y = max((bt - ab * x - bc * z) / bb, 0.0)
         z = max((ct - ac * x - bc * y) / cc, 0.0)
@@ -222,14 +227,14 @@ def prefill_model(settings: RouterSettings) -> PrefillModel | None:
         return None
     check_prefill_model(settings)
     if settings.prefill_load_predictor is not None:
-        found: PrefillModel = StaticModel(settings.prefill_load_predictor)
+        model: PrefillModel = StaticModel(settings.prefill_load_predictor)
     elif settings.prefill_load_model == "none":
         return PrefillFit(_PRIOR) if settings.in_seconds else None
     elif settings.prefill_load_model == "fitted":
         return PrefillFit(_PRIOR if settings.in_seconds else None)
     else:
-        found = _of_aiconfigurator(settings)
-    return PrefillFit(_prior_of(found)) if settings.in_seconds else found
+        model = _of_aiconfigurator(settings)
+    return PrefillFit(_prior_of(model)) if settings.in_seconds else model
 
 
 def check_prefill_model(settings: RouterSettings) -> None:
@@ -282,7 +287,7 @@ def _estimated(
     fit = PrefillFit()
     for tokens, cached in product(_TOKENS, _CACHED):
         try:
-            found = estimate(
+            answer = estimate(
                 model,
                 system,
                 mode="static_ctx",
@@ -299,7 +304,7 @@ def _estimated(
                 f"AIConfigurator has no estimate for {model} on {system} with {backend}: {error}"
             ) from error
         attention = tokens * (cached + tokens / 2)
-        fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
+        fit.remember(BusyInterval(1, tokens, attention, answer.ttft / 1e3))
     fit.fit()
     log.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
     return StaticModel(fit.predict)

@@ -164,6 +164,7 @@ class RemoteReplicas:
         """
         for router_id, replica in self._replicas.items():
             replica.silent += 1
+            # Equal, not above: once. Out of sync, its next message leads to a snapshot.
             if replica.silent == MOST_SILENT:
                 replica.in_sync, replica.listed = False, None
                 for request_id in list(replica.requests):
@@ -216,24 +217,24 @@ class RemoteReplicas:
         request_id = event.request_id
         if replica.listed is not None:
             replica.listed.add(request_id)
-        held = replica.requests.get(request_id)
-        if held is not None and not _same(held, event):
+        booked = replica.requests.get(request_id)
+        if booked is not None and not _same(booked, event):
             # The end of the first request was lost, and its id is in use again.
             self._free(router_id, replica, request_id)
-            held = None
-        if held is not None:
+            booked = None
+        if booked is not None:
             if data.prefill_completed:
-                self._prefill_completed(router_id, held)
+                self._prefill_completed(router_id, booked)
         elif len(replica.requests) >= MAX_REQUESTS:
             self.refused += 1
         else:
             replica.requests[request_id] = event
             self._sink.book(_key(router_id, request_id), event)
 
-    def _prefill_completed(self, router_id: int, held: SequenceEvent) -> None:
-        assert isinstance(held.data, AddRequest), "only AddRequest events are kept"
-        held.data.prefill_completed = True
-        self._sink.prefill_completed(_key(router_id, held.request_id))
+    def _prefill_completed(self, router_id: int, booked: SequenceEvent) -> None:
+        assert isinstance(booked.data, AddRequest), "only AddRequest events are kept"
+        booked.data.prefill_completed = True
+        self._sink.prefill_completed(_key(router_id, booked.request_id))
 
     def _free(self, router_id: int, replica: _Replica, request_id: str) -> None:
         if replica.requests.pop(request_id, None) is not None:
@@ -244,13 +245,13 @@ def _key(router_id: int, request_id: str) -> str:
     return f"{router_id:x}~{request_id}"
 
 
-def _same(held: SequenceEvent, event: SequenceEvent) -> bool:
+def _same(booked: SequenceEvent, event: SequenceEvent) -> bool:
     """Return whether both events describe the same request, not two that share an id."""
-    old, new = held.data, event.data
+    old, new = booked.data, event.data
     assert isinstance(old, AddRequest) and isinstance(new, AddRequest)
     if old.prefill_completed and not new.prefill_completed:
         return False  # a computed prompt stays computed: this is the next request of that id
-    same_rank = (held.worker_id, held.dp_rank) == (event.worker_id, event.dp_rank)
+    same_rank = (booked.worker_id, booked.dp_rank) == (event.worker_id, event.dp_rank)
     return same_rank and old.token_sequence == new.token_sequence
 
 
@@ -360,6 +361,7 @@ def _parts(events: Iterable[SequenceEvent]) -> list[list[SequenceEvent]]:
         size = _EVENT_BYTES
         if isinstance(event.data, AddRequest):
             size += len(event.data.token_sequence) + len(event.data.tokens_hashes)
+        # An event above the limit gets a batch of its own: a prompt's blocks stay together.
         if not parts or size > space:
             parts.append([])
             space = MAX_BATCH_BYTES

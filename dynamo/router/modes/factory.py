@@ -49,8 +49,8 @@ def ineffective_settings(settings: RouterSettings) -> list[str]:
     """Return a warning for each given setting that has no effect with the others."""
     lines = []
     if settings.mode != "kv":
-        given = [flag for flag, name in _KV_ONLY if getattr(settings, name)]
-        lines += [f"{flag} has no effect without --router-mode kv" for flag in given]
+        flags = [flag for flag, name in _KV_ONLY if getattr(settings, name)]
+        lines += [f"{flag} has no effect without --router-mode kv" for flag in flags]
     elif settings.predicts and settings.predicted_ttl_s is not None:
         lines.append("--router-predicted-ttl-secs has no effect without KV events")
     if settings.in_seconds:

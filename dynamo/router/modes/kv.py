@@ -121,9 +121,8 @@ class KvPicker:
         self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
         self._settings = settings
-        self._index_state = "predicted" if self._predicts_all else "exact"
-        if index is None:
-            self._index_state = "none"
+        state = "predicted" if self._predicts_all else "exact"
+        self._index_state = "none" if index is None else state
         self._resize()
 
     def pick(
@@ -144,8 +143,8 @@ class KvPicker:
         if slots is None:
             slots = self.eligibility.slots(limited, now_s)
         prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
-        place = self._choose(slots, params, routing)
-        slot = slots[place]
+        index = self._choose(slots, params, routing)
+        slot = slots[index]
         worker_id, dp_rank = self.worker_pool.owners[slot]
         if decision_log.isEnabledFor(logging.INFO):
             kind = "decode" if self._metrics is None else self._metrics.worker_type
@@ -158,6 +157,7 @@ class KvPicker:
             if captures.left or wanted or captures.renew(now_s):
                 captures.left -= not wanted  # one that the client asked for does not count
                 constraints = None
+                # The pool's own column: no rank was excluded, so none needs a reason.
                 if limited is not None or slots is not self.worker_pool.candidates:
                     failed = attempt.failed if attempt is not None else ()
                     constraints = self.eligibility.constraints(routing, failed)
@@ -165,11 +165,11 @@ class KvPicker:
                 if len(inputs.owners) > MAX_CANDIDATES:
                     inputs = inputs.narrowed(wanted)
             else:
-                owner, cost = (worker_id, dp_rank), self._costs[place]
+                owner, cost = (worker_id, dp_rank), self._costs[index]
                 inputs = DecisionTotals("kv", self._index_state, owner, len(slots), cost)
             expected_s = 0.0
             if self._seconds is not None and params.in_seconds:
-                expected_s = self._seconds.routed(place, slots, self._cached_blocks, prompt)
+                expected_s = self._seconds.routed(index, slots, self._cached_blocks, prompt)
             self._book(request_id, slot, prompt, routing, params, expected_s)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
@@ -219,13 +219,13 @@ class KvPicker:
     ) -> Explanation:
         """See :meth:`dynamo.router.modes.picker.Picker.explain`."""
         weighed = self.weigh(tokens, routing, override, explains=True)
-        found = explanation(weighed, self.worker_pool, self.active, len(queued))
+        table = explanation(weighed, self.worker_pool, self.active, len(queued))
         if self._seconds is not None:
-            found.speed = self.active.prefill_speed()
-            for row in found.candidates:
+            table.speed = self.active.prefill_speed()
+            for row in table.candidates:
                 slot = self.worker_pool.members[row.worker_id].slots[row.dp_rank]
                 row.slowness = self._seconds.slots.slowness(slot)
-        return found
+        return table
 
     def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Without KV events, predict that a prompt sent by other means is cached there."""
@@ -288,6 +288,7 @@ class KvPicker:
             return
         if self._seconds is not None and reservation.first_token_at_s is not None:
             self._seconds.ended(self._clock() - reservation.first_token_at_s)
+        # The replica that sent a remote request counts it.
         if self._metrics is not None and not reservation.remote:
             self._metrics.ended(reservation, self._clock())
         if self.eligibility.follows_load:
@@ -395,10 +396,9 @@ class KvPicker:
         return prompt, self._copies.add_prices(params, slots, cached, prompt, self._costs)
 
     def _choose(self, slots: array[int], params: CostParams, routing: Routing | None) -> int:
-        """The place in the weighed ``slots`` of the chosen one."""
+        """The index of the chosen slot in the weighed ``slots``."""
         if routing is not None and routing.preferred_taints:
-            preferred = routing.preferred_taints
-            apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
+            apply_preferred_taints(self._costs, slots, self.worker_pool, routing.preferred_taints)
         return choose(self._costs, len(slots), params.temperature, self._uniform())
 
     def _book(
@@ -465,7 +465,7 @@ class KvPicker:
             self.active.subtract_done(prefill)
         requests: tuple[int, ...] = ()
         if params.request_weight:
-            requests = tuple(self.active.load(one)[2] for one in slots)
+            requests = tuple(self.active.load(eligible_slot)[2] for eligible_slot in slots)
         return KvInputs(
             "kv",
             index,
@@ -488,9 +488,9 @@ class KvPicker:
 
     def _resize(self) -> None:
         """Make the columns long enough for all slots that the index has ever assigned."""
-        known = 0 if self.index is None else self.index.capacity()
+        capacity = 0 if self.index is None else self.index.capacity()
         width = 16
-        while width < max(self.worker_pool.width, known):
+        while width < max(self.worker_pool.width, capacity):
             width *= 2
         self._cached_blocks.resize(width)
         self._prefill = array("q", bytes(8 * width))

@@ -125,43 +125,43 @@ class DecisionMetrics:
     ``reused`` is updated by the picker itself.
     """
 
-    def __init__(self, registry: Registry, place: RouterLabels) -> None:
+    def __init__(self, registry: Registry, labels: RouterLabels) -> None:
         steps = (
             _BLOCK_HASHING_MS,
             _SEQ_HASHING_MS,
             _FIND_MATCHES_MS,
             _SCHEDULING_MS,
         )
-        self.worker_type = place.worker_type
+        self.worker_type = labels.worker_type
         self._hashing, self._chaining, self._matching, self._scheduling = (
-            registry.child(step, place.router_id) for step in steps
+            registry.child(step, labels.router_id) for step in steps
         )
-        self._total = registry.child(_TOTAL_MS, place.router_id)
-        self._started = registry.child(_STARTED, *place.router)
-        self._ended = registry.child(_REQUESTS, *place.router)
-        self._hit_rate = registry.child(_HIT_RATE, *place.router)
-        self._isl = registry.child(_ISL, *place.modelled)
-        self._osl = registry.child(_OSL, *place.router)
-        self._ttft = registry.child(_TTFT, *place.router)
-        self._ttft_error = registry.child(_TTFT_ERROR, *place.router)
-        self._itl = registry.child(_ITL, *place.router)
+        self._total = registry.child(_TOTAL_MS, labels.router_id)
+        self._started = registry.child(_STARTED, *labels.router)
+        self._ended = registry.child(_REQUESTS, *labels.router)
+        self._hit_rate = registry.child(_HIT_RATE, *labels.router)
+        self._isl = registry.child(_ISL, *labels.modelled)
+        self._osl = registry.child(_OSL, *labels.router)
+        self._ttft = registry.child(_TTFT, *labels.router)
+        self._ttft_error = registry.child(_TTFT_ERROR, *labels.router)
+        self._itl = registry.child(_ITL, *labels.router)
         self._cached, self._best, self.reused = (
-            registry.child(spec, *place.modelled)
+            registry.child(spec, *labels.modelled)
             for spec in (_SELECTED_TOKENS, _BEST_TOKENS, _REUSED_TOKENS)
         )
-        self._elsewhere = registry.child(_NON_MAX, *place.typed)
-        self._lost = registry.child(_LOST_BLOCKS, *place.typed)
-        self._beyond = registry.child(_SHARED_BEYOND, *place.router)
-        self._shared_rate = registry.child(_SHARED_HIT_RATE, *place.router)
+        self._elsewhere = registry.child(_NON_MAX, *labels.typed)
+        self._lost = registry.child(_LOST_BLOCKS, *labels.typed)
+        self._beyond = registry.child(_SHARED_BEYOND, *labels.router)
+        self._shared_rate = registry.child(_SHARED_HIT_RATE, *labels.router)
 
     def decided(
         self,
         prompt: HashedPrompt,
         booked_s: float,
-        found: float,
+        overlap: float,
         block_size: int,
     ) -> None:
-        """Count a request booked at ``booked_s``; its worker has ``found`` effective blocks."""
+        """Count a request booked at ``booked_s``; its worker has ``overlap`` effective blocks."""
         best = prompt.best_overlap
         begun_s, hashed_s, chained_s = prompt.begun_s, prompt.hashed_s, prompt.chained_s
         self._hashing.observe((hashed_s - begun_s) * 1e3)
@@ -171,13 +171,13 @@ class DecisionMetrics:
         self._total.observe((booked_s - begun_s) * 1e3)
         self._started.value += 1
         self._isl.observe(prompt.isl_tokens)
-        self._cached.value += found * block_size
+        self._cached.value += overlap * block_size
         self._best.value += best * block_size
-        if best > found:
+        if best > overlap:
             self._elsewhere.value += 1
-            self._lost.observe(best - found)
+            self._lost.observe(best - overlap)
         if prompt.blocks:
-            self._hit_rate.observe(found / prompt.blocks)
+            self._hit_rate.observe(overlap / prompt.blocks)
 
     def shared(self, blocks: int, beyond: int, prompt_blocks: int) -> None:
         """Count shared ``blocks`` of a prompt, ``beyond`` of them not cached on the chosen slot."""

@@ -240,6 +240,7 @@ class InflightPicker:
         assert sum(self._prefill) == sum(self._prompt_tokens.values())
 
     def _round_robin(self, slots: array[int]) -> int:
+        # Modulo the eligible slots of now: their number changes from request to request.
         self._next += 1
         return slots[(self._next - 1) % len(slots)]
 
@@ -247,6 +248,7 @@ class InflightPicker:
         return self._random.choice(slots)
 
     def _power_of_two(self, slots: array[int]) -> int:
+        # sample() needs two of them.
         if len(slots) == 1:
             return slots[0]
         first, second = self._random.sample(slots, 2)
@@ -266,6 +268,7 @@ class InflightPicker:
         if not cpu or not other:
             return self._least_loaded(slots)
         cpu_load = sum(self._inflight[slot] for slot in cpu) / len(cpu)
+        # Dynamo's ratio says how many requests a GPU takes for one on a CPU.
         other_load = sum(self._inflight[slot] for slot in other) / len(other) / self._gpu_weight
         return self._least_loaded(cpu if cpu_load < other_load else other)
 

@@ -79,7 +79,7 @@ class Guard(Generic[P]):
         self,
         policy: P,
         registry: Registry,
-        place: RouterLabels,
+        labels: RouterLabels,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.active = True
@@ -87,12 +87,12 @@ class Guard(Generic[P]):
         self._policy: P = policy
         self._clock = clock
         self._slow = 0
-        labels = place.model, self.name, place.worker_type
-        self._shown = registry.child(_ACTIVE, *labels)
+        values = labels.model, self.name, labels.worker_type
+        self._shown = registry.child(_ACTIVE, *values)
         self._shown.value = 1
-        self._seconds = registry.child(_SECONDS, *labels)
+        self._seconds = registry.child(_SECONDS, *values)
         self._failures = {
-            reason: registry.child(_FAILURES, place.model, self.name, reason, place.worker_type)
+            reason: registry.child(_FAILURES, labels.model, self.name, reason, labels.worker_type)
             for reason in ("raised", "slow")
         }
 
@@ -107,6 +107,7 @@ class Guard(Generic[P]):
             return None
         took_s = self._clock() - begun_s
         self._seconds.observe(took_s)
+        # One fast decision starts the count again: only slow ones in a row are the policy's.
         if took_s <= SLOW_S:
             self._slow = 0
             return answer
@@ -185,17 +186,17 @@ class PolicyPicker(KvPicker):
         if prompt is None or not self._policy.active or not slots:
             return super()._choose(slots, params, routing)
         if routing is not None and routing.preferred_taints:
-            preferred = routing.preferred_taints
-            apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
-        workers = [self._worker(place, slot) for place, slot in enumerate(slots)]
+            apply_preferred_taints(self._costs, slots, self.worker_pool, routing.preferred_taints)
+        workers = [self._worker(index, slot) for index, slot in enumerate(slots)]
         choice = self._policy.choose(self._request(prompt, routing), workers)
         if choice is None:
+            # Not super()._choose(), which would apply the preferred taints a second time.
             return choose(self._costs, len(slots), params.temperature, self._uniform())
         if not choice.places:
             raise Unavailable(f"policy {self._policy.name} rejects every worker")
         self._chosen_by = self._policy.name
-        for place, cost in zip(choice.places, choice.costs, strict=True):
-            self._costs[place] = cost
+        for index, cost in zip(choice.places, choice.costs, strict=True):
+            self._costs[index] = cost
         picked = choice.picked
         if picked is None:
             costs = array("d", choice.costs)
@@ -214,11 +215,11 @@ class PolicyPicker(KvPicker):
         inputs = super()._capture(params, slots, slot, prompt, offer, constraints)
         return msgspec.structs.replace(inputs, policy=self._chosen_by)
 
-    def _worker(self, place: int, slot: int) -> PolicyWorker:
+    def _worker(self, index: int, slot: int) -> PolicyWorker:
         cached = self._cached_blocks.of(slot)
         return PolicyWorker(
             *self.worker_pool.owners[slot],
-            self._costs[place],
+            self._costs[index],
             self.active.load(slot)[2],
             self._prefill[slot],
             self._decode[slot],
@@ -235,22 +236,22 @@ def make_kv_picker(
     index: RadixTree | None,
     metrics: DecisionMetrics,
     registry: Registry,
-    place: RouterLabels,
+    labels: RouterLabels,
 ) -> KvPicker:
     """Return the picker of the kv mode, with the policy of the settings. Raises ConfigError."""
     instance, policies = settings.selection, settings.policies
     if instance is None or policies is None or instance.type == WEIGHTED:
         return KvPicker(settings, block_size, index, metrics)
-    policy = GuardedPolicy(make_policy(instance, policies.directory), registry, place)
+    policy = GuardedPolicy(make_policy(instance, policies.directory), registry, labels)
     return PolicyPicker(settings, block_size, index, policy, metrics)
 
 
 def make_guarded_classifier(
-    settings: RouterSettings, registry: Registry, place: RouterLabels
+    settings: RouterSettings, registry: Registry, labels: RouterLabels
 ) -> GuardedClassifier | None:
     """Return the classifier of the policy file, if it has one. Raises ConfigError."""
     policies = settings.policies
     if policies is None or policies.classifier is None:
         return None
     policy = make_classifier(policies.classifier, policies.directory)
-    return GuardedClassifier(policy, registry, place)
+    return GuardedClassifier(policy, registry, labels)

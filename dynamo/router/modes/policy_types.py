@@ -103,8 +103,8 @@ class WorkerPolicy:
         """Ask the policy. Raises whatever it raises, and ValueError for an answer that is none."""
         places = list(range(len(workers)))
         if self._filter is not None:
-            places = [place for place in places if self._filter(request, workers[place])]
-            workers = [workers[place] for place in places]
+            places = [index for index in places if self._filter(request, workers[index])]
+            workers = [workers[index] for index in places]
         if not workers:
             return PolicyChoice([], [], None)
         costs = [worker.cost for worker in workers]
@@ -132,10 +132,10 @@ class ClassPolicy:
     def classify(self, request: PolicyRequest) -> str | None:
         """Ask the policy. Raises whatever it raises, and ValueError for an answer that is none."""
         assert self._classify is not None
-        found = self._classify(request)
-        if found is not None and not isinstance(found, str):
-            raise ValueError(f"classify returned {found!r:.100}, neither a name nor None")
-        return found
+        name = self._classify(request)
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"classify returned {name!r:.100}, neither a name nor None")
+        return name
 
 
 def make_policy(instance: PolicyInstance, directory: Path) -> WorkerPolicy:
@@ -211,7 +211,7 @@ class TwoTier:
         unbalanced = most - least > self._spread and most > self._ratio * least
         if not unbalanced and best > self._cached * request.blocks:
             holders = [
-                place for place, worker in enumerate(workers) if worker.device_blocks == best
+                index for index, worker in enumerate(workers) if worker.device_blocks == best
             ]
             return min(holders, key=loads.__getitem__)
         return loads.index(least)
@@ -230,47 +230,53 @@ _SAMPLE = (
 def _policy_class(kind: str, directory: Path, where: str) -> Callable[..., Any]:
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
-    place, colon, name = kind.rpartition(":")
+    module_name, colon, name = kind.rpartition(":")
     try:
-        found: Any
+        policy: Any
         if colon:
-            is_file = place.endswith(".py")
-            module = _from_file(directory / place) if is_file else importlib.import_module(place)
-            found = getattr(module, name)
+            is_file = module_name.endswith(".py")
+            module = (
+                _from_file(directory / module_name)
+                if is_file
+                else importlib.import_module(module_name)
+            )
+            policy = getattr(module, name)
         else:
             from importlib.metadata import entry_points  # takes 25 ms
 
-            known = {entry.name: entry for entry in entry_points(group=GROUP)}
-            if kind not in known:
+            entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+            if kind not in entries:
                 raise ConfigError(
                     f"{where}: unknown type; give FILE.py:CLASS, MODULE:CLASS, or one of "
-                    f"{', '.join([WEIGHTED, *_BUILT_IN, *known])}"
+                    f"{', '.join([WEIGHTED, *_BUILT_IN, *entries])}"
                 )
-            found = known[kind].load()
+            policy = entries[kind].load()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(policy):
         raise ConfigError(f"{where}: {name} is no class")
-    policy_class: Callable[..., Any] = found
+    policy_class: Callable[..., Any] = policy
     return policy_class
 
 
 def _from_file(path: Path) -> Any:
     """Import the file at ``path``."""
+    # By path: two files of the same name must not share a module.
     name = f"dynamo_router_policy_{abs(hash(str(path)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses look up the module of a class there.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _costs(given: Any, count: int) -> list[float]:
-    costs = [float(cost) for cost in given]
+def _costs(scores: Any, count: int) -> list[float]:
+    costs = [float(cost) for cost in scores]
     if len(costs) != count:
         raise ValueError(f"score returned {len(costs)} costs for {count} workers")
     if not all(map(math.isfinite, costs)):

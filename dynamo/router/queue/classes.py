@@ -84,7 +84,10 @@ class QueueMetrics:
         self.left = into.child(_LEFT, *self._labels)
         self.waited = into.child(_WAIT_SECONDS, *self._labels)
         self._rejected, self._pressed = (
-            {one: into.child(spec, model, policy_class, one, worker_type) for one in reasons}
+            {
+                reason: into.child(spec, model, policy_class, reason, worker_type)
+                for reason in reasons
+            }
             for spec, reasons in (
                 (_REJECTED, (_LIMIT, _OVERLOADED)),
                 (_BACKPRESSURE, (_BACKLOG, _PREFILL)),
@@ -198,13 +201,16 @@ class Turns(Generic[E]):
         for number, queue_class in enumerate(self._classes):
             head = queue_class.queue.head()
             if head is None:
+                # Deficit round robin: an empty class keeps no credit for a later burst.
                 queue_class.credit = 0.0
                 continue
             missing = max(0.0, uncached_tokens(head) - queue_class.credit)
             rounds = ceil(missing / queue_class.quantum)
-            place = (number - self._current) % count
+            position = (number - self._current) % count
             # The class that was served last goes on while it has credit, then it is the last.
-            turns.append(Turn(rounds, place if place or not rounds else count, queue_class, head))
+            turns.append(
+                Turn(rounds, position if position or not rounds else count, queue_class, head)
+            )
         return sorted(turns, key=lambda turn: turn[:2])
 
     def served(self, turn: Turn[E], waiting: Collection[Turn[E]]) -> None:
@@ -213,6 +219,7 @@ class Turns(Generic[E]):
         ``waiting`` are the other classes that could have been served: the rounds count for them.
         """
         for other in (*waiting, turn):
+            # Classes before the chosen one in the ring were passed once more than those after it.
             rounds = turn.rounds if other.place <= turn.place else max(turn.rounds - 1, 0)
             other.queue_class.credit += rounds * other.queue_class.quantum
         turn.queue_class.credit -= uncached_tokens(turn.head)

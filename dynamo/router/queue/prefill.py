@@ -95,18 +95,22 @@ class PrefillQueue(Generic[T]):
     @property
     def workers(self) -> list[int]:
         """The workers that may be sent requests, now or once they have a free slot."""
-        return [one for one, load in self._workers.items() if not load.suspended]
+        return [worker_id for worker_id, load in self._workers.items() if not load.suspended]
 
     @property
     def free_workers(self) -> list[int]:
         """The workers with a free slot."""
-        return [one for one in self._workers if self._has_free_slot(one) and one not in self.busy]
+        return [
+            worker_id
+            for worker_id in self._workers
+            if self._has_free_slot(worker_id) and worker_id not in self.busy
+        ]
 
     @property
     def is_blocked(self) -> bool:
         """Whether requests wait although a worker, which is busy, has a free slot."""
         return bool(self._pins) and any(
-            one in self.busy and self._has_free_slot(one) for one in self._workers
+            worker_id in self.busy and self._has_free_slot(worker_id) for worker_id in self._workers
         )
 
     @property
@@ -124,8 +128,8 @@ class PrefillQueue(Generic[T]):
             load.suspended = False
             return
         # A worker that left and returned may still run requests.
-        held = [tokens for at, tokens in self._running.values() if at == worker_id]
-        self._workers[worker_id] = _WorkerLoad(capacity, sum(held), len(held))
+        tokens_held = [tokens for at, tokens in self._running.values() if at == worker_id]
+        self._workers[worker_id] = _WorkerLoad(capacity, sum(tokens_held), len(tokens_held))
 
     def suspend(self, worker_id: int, suspended: bool = True) -> None:
         """Send nothing to a worker that does not answer, until it is resumed."""
@@ -179,6 +183,7 @@ class PrefillQueue(Generic[T]):
     def bind(self, request: T, worker_id: int | None) -> None:
         """Let a waiting request wait for this worker only (None: for any), with its old rank."""
         if request in self._pins:
+            # Before the discard, which removes the heap that has the rank.
             rank = self._rank(request)
             self._discard(request)
             self._push(request, rank, worker_id)
@@ -257,6 +262,7 @@ class PrefillQueue(Generic[T]):
         self.waiting_tokens -= self._tokens_of(request)
         heap = self._heaps[pin]
         heap.remove(request)
+        # One heap for each pin: empty ones would add up as workers come and leave.
         if not heap:
             del self._heaps[pin]
 
@@ -274,5 +280,5 @@ class PrefillQueue(Generic[T]):
         assert not self._pins.keys() & self._running.keys()
         assert self.waiting_tokens == sum(map(self._tokens_of, self._pins))
         for worker_id, load in self._workers.items():
-            held = [tokens for at, tokens in self._running.values() if at == worker_id]
-            assert (sum(held), len(held)) == (load.tokens, load.requests)
+            tokens_held = [tokens for at, tokens in self._running.values() if at == worker_id]
+            assert (sum(tokens_held), len(tokens_held)) == (load.tokens, load.requests)

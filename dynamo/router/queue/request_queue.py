@@ -286,6 +286,7 @@ class RequestQueue:
                 raise full
             finally:
                 del full  # a cycle: the error has this frame
+        # Before the request is in the queue: this raises what the pick would.
         request.cached_tokens = self._cached_tokens(request)
         request.arrived_s = request.refreshed_s = self._clock()
         in_class.metrics.joined(len(in_class.queue))
@@ -319,9 +320,9 @@ class RequestQueue:
             head = self._only.queue.head()
             return head is not None and self._route(head)
         turns = self._turns.in_order()
-        for place, turn in enumerate(turns):
+        for index, turn in enumerate(turns):
             if self._route(turn.head):
-                self._turns.served(turn, turns[place + 1 :])
+                self._turns.served(turn, turns[index + 1 :])
                 return True
         return False
 
@@ -412,19 +413,19 @@ class RequestQueue:
 
 
 def make_queue(
-    settings: RouterSettings, picker: KvPicker, registry: Registry, place: RouterLabels
+    settings: RouterSettings, picker: KvPicker, registry: Registry, labels: RouterLabels
 ) -> RequestQueue | None:
     """Return the queue before ``picker``, or None: without a threshold, before prefill workers
     (the prefill router has its own), and, with a warning, where prefill load is not tracked."""
-    profile = profile_of(settings, place.model)
-    if (settings.queue_threshold is None and profile is None) or place.worker_type == "prefill":
+    profile = profile_of(settings, labels.model)
+    if (settings.queue_threshold is None and profile is None) or labels.worker_type == "prefill":
         return None
     if not settings.track_prefill_tokens:
         flag = "--router-queue-threshold" if profile is None else "policy_classes"
         log.warning("%s has no effect with --no-router-track-prefill-tokens", flag)
         return None
-    metrics = partial(QueueMetrics, registry, place.model, place.worker_type)
-    policy = None if profile is None else make_guarded_classifier(settings, registry, place)
+    metrics = partial(QueueMetrics, registry, labels.model, labels.worker_type)
+    policy = None if profile is None else make_guarded_classifier(settings, registry, labels)
     return RequestQueue(picker, settings, metrics, profile=profile, policy=policy)
 
 

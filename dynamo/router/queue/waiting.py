@@ -44,6 +44,7 @@ class LazyHeap(Generic[T]):
 
     def push(self, item: T, key: Any) -> None:
         """Add ``item``, or give it another key."""
+        # Entries are not changed in place: the heap's order rests on their keys.
         self.remove(item)
         self._pushes += 1
         entry = self._entries[item] = [key, self._pushes, item]
