@@ -89,6 +89,7 @@ class _Main(Generic[R]):
         except asyncio.CancelledError:
             if not self._cancelled:
                 raise
+            # The signal is dealt with: timeouts in what the caller closes next must not see it.
             task.uncancel()
             return None
         finally:
@@ -154,9 +155,9 @@ def dynamo_endpoint(
 
         @functools.wraps(function)
         async def generate(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            given = list(args)
-            given[position] = _parse(request_model, given[position])
-            async for item in function(*given, **kwargs):
+            arguments = list(args)
+            arguments[position] = _parse(request_model, arguments[position])
+            async for item in function(*arguments, **kwargs):
                 yield item.model_dump() if _is_model(item) else item
 
         return generate

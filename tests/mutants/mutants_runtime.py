@@ -157,8 +157,8 @@ RUNTIME = (
     Mutant(
         "one-outage-counted-twice",
         "dynamo.runtime.endpoints.instances",
-        'if found is not None and ("connection" in found or "record" in found):',
-        'if found is not None and "connection" in found:',
+        'if by_source is not None and ("connection" in by_source or "record" in by_source):',
+        'if by_source is not None and "connection" in by_source:',
         (
             "unit/runtime/test_peer.py::test_an_error_of_a_worker_that_is_unhealthy_is_the_same_outage",
         ),

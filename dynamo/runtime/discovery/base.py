@@ -104,6 +104,7 @@ class PrefixWatch:
 
     def prime(self, existing: dict[str, bytes]) -> None:
         """Deliver the existing keys, then every change."""
+        # First: a callback below may change a key, and this watch must receive that, too.
         self.primed = True
         for key, value in existing.items():
             self.deliver(KeyEvent("put", key, value))
@@ -152,6 +153,7 @@ class KeyCache:
         """Create a watch; it is primed on the next turn of the loop."""
         watch = PrefixWatch(self, prefix, on_event)
         self._watches.append(watch)
+        # On the next turn: the caller has its watch before the first event arrives.
         asyncio.get_running_loop().call_soon(self._prime, watch)
         return watch
 
@@ -172,6 +174,7 @@ class KeyCache:
             watch.close()
 
     def _prime(self, watch: PrefixWatch) -> None:
+        # Scheduled by watch() and called by open(): the first of both primes.
         if self._opened and not watch.primed and watch in self._watches:
             watch.prime(self.list(watch.prefix))
 

@@ -108,6 +108,7 @@ class OwnedLease:
             log.warning("lease file %s is damaged: %s", self._path, error)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            # Write before the cut: a reader never sees an empty file.
             os.truncate(descriptor, os.pwrite(descriptor, self._record, 0))
         finally:
             os.close(descriptor)
@@ -116,9 +117,9 @@ class OwnedLease:
     def _restore(self, path: Path, data: bytes) -> None:
         """Write a missing or damaged key again; keep a valid one, which may be of a newer lease."""
         try:
-            found = read_file(path)
-            if found is not None:
-                decode_stored(found)
+            stored = read_file(path)
+            if stored is not None:
+                decode_stored(stored)
                 return
         except BadRecord as error:
             log.warning("record %s is damaged: %s", shown(path), error)
@@ -141,6 +142,7 @@ class OwnedLease:
             remove_if_lease(path, self.id)
         self.keys.clear()
         self._on_end(self)
+        # Last: what waits for it finds the keys removed.
         self.lost.set()
 
 
@@ -198,6 +200,7 @@ class FileDiscovery:
         owned = self._owned.get(lease_id)
         if lease_file.exists():
             data = encode_stored(lease_id, value)
+            # Another lease of this process must not write its older record again.
             self._disown(path)
             self._write(path, data)
             if owned is not None:

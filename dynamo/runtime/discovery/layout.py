@@ -150,6 +150,7 @@ def decode_stored(data: bytes) -> StoredRecord:
     """Reverse :func:`encode_stored`. Raises BadRecord."""
     end = data.find(b"\n", 0, _HEADER_MAX_BYTES)
     try:
+        # Without a line end ``end`` is -1: split nothing, which is no header.
         lease, size = data[: max(end, 0)].split(b" ")
         lease_id, size_bytes = int(lease, 16), int(size)
     except ValueError:

@@ -201,6 +201,7 @@ class LeaseTable:
         return True
 
     def _touch(self, lease: _TrackedLease, status: os.stat_result) -> None:
+        # Another attribute has changed, or this touch was read before.
         if status.st_mtime_ns == lease.modified_ns:
             return
         lease.modified_ns = status.st_mtime_ns
@@ -244,6 +245,7 @@ class LeaseTable:
         self._drain()
         now, soonest = self._loop.time(), None
         until_s = time.perf_counter() + SLICE_S
+        # A copy: what expires leaves the table.
         for lease_id, lease in list(self._tracked.items()):
             due = lease.deadline()
             if due is not None and due <= now and time.perf_counter() < until_s:
@@ -274,4 +276,5 @@ def _parse(name: str) -> int:
         lease_id = int(name, 16)
     except ValueError:
         return -1
+    # int() accepts signs, underscores and capitals, too: those are not names of leases.
     return lease_id if f"{lease_id:x}" == name else -1

@@ -135,6 +135,7 @@ class StoreWatcher:
             self._loaded.set()
             self._cache.open()
             if self._stale_sockets is not None:
+                # Only now: before all leases were read, sockets of live processes would look stale.
                 self._stale_sockets.sweep(self._leases.is_known)
 
     def _files(self) -> Iterator[None]:
@@ -232,6 +233,7 @@ class StoreWatcher:
             self._observe(bucket, name)
 
     def _directory_lost(self) -> None:
+        # Each watched directory reports its own end: one rebuild is enough.
         if self._closed or self._rebuild_timer is not None:
             return
         log.error("a directory of the store %s was removed, creating it again", self._root)
@@ -281,8 +283,8 @@ class StoreWatcher:
         if stored is not None:
             self._entries[key] = stored
             self._keys_of.setdefault(stored.lease_id, set()).add(key)
-        shown = stored is not None and self._leases.is_alive(stored.lease_id)
-        self._cache.set(key, stored.value if stored is not None and shown else None)
+        visible = stored is not None and self._leases.is_alive(stored.lease_id)
+        self._cache.set(key, stored.value if stored is not None and visible else None)
 
     def _remove_orphan(self, key: str, lease_id: int) -> None:
         # A lease file that exists but cannot be read may be repaired by its owner: keep its keys.

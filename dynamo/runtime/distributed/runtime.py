@@ -74,6 +74,7 @@ class DistributedRuntime:
             settings = _settings(settings, request_plane, event_plane)
         self.settings = settings
         self.system = from_env(SystemSettings) if system is None else system
+        # Also the id of the lease: positive, and a signed 64-bit integer in etcd.
         self.instance_id = secrets.randbits(62) + 1
         self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
@@ -126,6 +127,7 @@ class DistributedRuntime:
     async def start(self) -> None:
         """Open discovery and NATS. Called by every first use; idempotent. Raises ConfigError."""
         if not self._started:
+            # Before the first await: a second caller must not open discovery again.
             self._started = True
             planes = (
                 self.settings.discovery_backend,
@@ -260,6 +262,7 @@ class DistributedRuntime:
         if self._closed:
             return
         self._closed = True
+        # Callbacks run in reverse: serving ends first, the directory of sockets is released last.
         async with AsyncExitStack() as rest:
             rest.callback(release_sockets, self.settings)
             for close in (self.tasks.close, self.status.close, self.discovery.close):
@@ -293,14 +296,14 @@ def _settings(
         raise ValueError(f"Invalid event_plane value '{event_plane}'. Valid values: {names}")
     if request_plane == "nats":
         request_plane = _instead_of_nats()
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "discovery_backend": discovery,
         "request_plane": request_plane,
         "event_plane": event_plane,
     }
     # Older versions of Dynamo had a boolean "is_static" among the first arguments.
     chosen: dict[str, Any] = {
-        name: value for name, value in given.items() if isinstance(value, str)
+        name: value for name, value in arguments.items() if isinstance(value, str)
     }
     return from_env(RuntimeSettings, **chosen)
 

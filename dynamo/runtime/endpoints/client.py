@@ -107,6 +107,7 @@ class Client:
         return self._opened().__await__()
 
     async def _opened(self) -> Client:
+        # wait() does not cancel what it waits for: other callers share the task.
         await asyncio.wait((self._begin(),))
         if self._failure is not None:
             raise self._failure
@@ -142,7 +143,10 @@ class Client:
 
     def instances(self) -> list[Instance]:
         """Return a description of every live instance."""
-        return [Instance(one.record, one.address, self.path) for one in self._instances.values()]
+        return [
+            Instance(instance.record, instance.address, self.path)
+            for instance in self._instances.values()
+        ]
 
     def records(self) -> list[EndpointRecord]:
         """Return the discovery records of all live instances."""
@@ -269,9 +273,13 @@ class Client:
     def _usable(self) -> list[int]:
         if not self._instances:
             raise NoInstances(f"Unavailable: No workers available for endpoint {self.path}")
-        usable = [one for one in self._instances if not self.is_inhibited(one)]
+        usable = [
+            instance_id for instance_id in self._instances if not self.is_inhibited(instance_id)
+        ]
         if not usable:
-            usable = [one for one in self._instances if not self.is_silent(one)]
+            usable = [
+                instance_id for instance_id in self._instances if not self.is_silent(instance_id)
+            ]
         return usable or self.instance_ids()
 
     def _call(
@@ -318,15 +326,18 @@ class Client:
             return
         self._ids[event.key] = record.instance_id
         instance = self._instances.get(record.instance_id)
+        # Another address is another listener: connection and outages of the old one do not count.
         if instance is not None and instance.address != address:
             self._remove(record.instance_id)
             instance = None
         if instance is None:
             instance = self._instances[record.instance_id] = LiveInstance(record, address, self)
         instance.record = record
+        # Written again: an engine that reported itself unavailable has registered again.
         self.availability.end(record.instance_id, "answer")
         self._changed.set()
         self._notify_all([record], [])
+        # After the notice: a worker that is out already is reported as inhibited from within.
         instance.follow(self._requests)
         self._apply_health(record)
 

@@ -255,6 +255,7 @@ class Canary:
         except TimeoutError:
             problem = f"no answer to a health check within {timeout_s:g} s"
         finally:
+            # After an answer, too: only its first item was wanted.
             stream.kill()
         namespace, component, endpoint = self._endpoint.path
         self._checks[component, endpoint, namespace, "failed" if problem else "ok"].value += 1

@@ -64,23 +64,28 @@ class Availability:
 
     def is_silent(self, instance_id: int) -> bool:
         """Return whether the worker of the instance does not answer pings."""
-        found = self._outages.get(instance_id)
-        return found is not None and any(one.reason == "silent" for one in found.values())
+        by_source = self._outages.get(instance_id)
+        return by_source is not None and any(
+            outage.reason == "silent" for outage in by_source.values()
+        )
 
     def outages(self) -> dict[int, Outage]:
         """Return the first outage of every instance that is out."""
-        return {one: next(iter(found.values())) for one, found in self._outages.items()}
+        return {
+            instance_id: next(iter(by_source.values()))
+            for instance_id, by_source in self._outages.items()
+        }
 
     def begin(
         self, instance_id: int, source: OutageSource, reason: OutageReason, text: str
     ) -> None:
         """Take the instance out. An outage that ``answer`` reports ends by itself."""
-        found = self._outages.get(instance_id)
+        by_source = self._outages.get(instance_id)
         if source == "answer":
-            if found is not None and ("connection" in found or "record" in found):
+            if by_source is not None and ("connection" in by_source or "record" in by_source):
                 return  # the error of a stream on that worker: the same outage
             self._arm(instance_id)
-        if found is not None and source in found and found[source].reason == reason:
+        if by_source is not None and source in by_source and by_source[source].reason == reason:
             return
         outage = Outage(reason, text, asyncio.get_running_loop().time())
         self._counter[self._path, reason].value += 1
@@ -91,8 +96,8 @@ class Availability:
             text,
             reason,
         )
-        if found is not None:
-            found[source] = outage
+        if by_source is not None:
+            by_source[source] = outage
             return
         self._outages[instance_id] = {source: outage}
         self._gauge.value = len(self._outages)
@@ -100,16 +105,16 @@ class Availability:
 
     def end(self, instance_id: int, *sources: OutageSource) -> None:
         """End the outages of the instance from these sources; ignore unknown ones."""
-        found = self._outages.get(instance_id)
-        if found is None:
+        by_source = self._outages.get(instance_id)
+        if by_source is None:
             return
-        ended = [found.pop(source) for source in sources if source in found]
-        if "answer" not in found:
+        ended = [by_source.pop(source) for source in sources if source in by_source]
+        if "answer" not in by_source:
             self._disarm(instance_id)
-        if found or not ended:
+        if by_source or not ended:
             return
         del self._outages[instance_id]
-        seconds = asyncio.get_running_loop().time() - min(one.since_s for one in ended)
+        seconds = asyncio.get_running_loop().time() - min(outage.since_s for outage in ended)
         log.info(
             "worker %x of %s gets requests again after %.1f s", instance_id, self._path, seconds
         )
@@ -205,14 +210,15 @@ class RuntimeDataWatch:
 
         Waits for ``min_count`` of them, with None for exactly one. Raises TimeoutError.
         """
-        found: list[int] = []
+        matching: list[int] = []
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    # Before the look: a change after it must end the wait below.
                     self._changed.clear()
-                    found = self._matching(key, value)
-                    if len(found) == 1 if min_count is None else len(found) >= min_count:
-                        return found
+                    matching = self._matching(key, value)
+                    if len(matching) == 1 if min_count is None else len(matching) >= min_count:
+                        return matching
                     await self._changed.wait()
         except TimeoutError:
             wanted = (
@@ -220,7 +226,7 @@ class RuntimeDataWatch:
             )
             raise TimeoutError(
                 f'Timed out waiting for {wanted} with runtime_data["{key}"] == "{value}"; '
-                f"last_match_count={len(found)}, matching_ids={found}"
+                f"last_match_count={len(matching)}, matching_ids={matching}"
             ) from None
 
     def _matching(self, key: str, value: str) -> list[int]:

@@ -137,10 +137,10 @@ def at_caller(error: DynamoError) -> DynamoError:
     """
     if type(error) is InvalidArgument or isinstance(error, _CallerError):
         return error
-    made = _caller_class(type(error)).__new__(_caller_class(type(error)))
-    made.__dict__.update(error.__dict__)
-    made.args = (f"{_kind(error)}: {_text(error)}",)
-    return made
+    converted = _caller_class(type(error)).__new__(_caller_class(type(error)))
+    converted.__dict__.update(error.__dict__)
+    converted.args = (f"{_kind(error)}: {_text(error)}",)
+    return converted
 
 
 class _CallerError(ValueError):
@@ -151,11 +151,11 @@ _CALLER_CLASSES: dict[type[DynamoError], type[DynamoError]] = {}
 
 
 def _caller_class(kind: type[DynamoError]) -> type[DynamoError]:
-    made = _CALLER_CLASSES.get(kind)
-    if made is None:
-        made = type(kind.__name__, (kind, _CallerError), {"__module__": __name__})
-        _CALLER_CLASSES[kind] = made
-    return made
+    caller_class = _CALLER_CLASSES.get(kind)
+    if caller_class is None:
+        caller_class = type(kind.__name__, (kind, _CallerError), {"__module__": __name__})
+        _CALLER_CLASSES[kind] = caller_class
+    return caller_class
 
 
 def _kind(error: DynamoError) -> str:

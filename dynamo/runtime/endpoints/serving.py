@@ -109,6 +109,7 @@ class Serving:
         stats = endpoint_stats(self._metrics, path, self._instance_id, metrics_labels)
         await self.granted()
         await self._listen()
+        # Before the record: a client may call as soon as it sees that.
         self.server.register(
             "/".join(path),
             handler,
@@ -128,6 +129,7 @@ class Serving:
         """Register the instance of an endpoint in discovery."""
         lease = await self.granted()
         await self._listen()
+        # Before the write: an engine that shuts down during it withdraws the record.
         self._published.add(path)
         self.server.set_asleep("/".join(path), False)
         await self._put_record(path, lease)
@@ -177,6 +179,7 @@ class Serving:
         self.health.set(path[2], False)
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
+        # Published again while the record was deleted: the engine is awake.
         if asleep and path not in self._published:
             self.server.set_asleep("/".join(path), True)
             await self.server.all_ended("/".join(path))
@@ -234,6 +237,7 @@ class Serving:
 
     async def _shut_down(self) -> None:
         try:
+            # Under the lock: a lease that is being granted is revoked, too.
             async with self._lock:
                 lease = self.lease
             if lease is not None:

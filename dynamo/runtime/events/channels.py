@@ -110,6 +110,7 @@ class Publishers:
     async def _register(self, channel: Channel, publisher: EventPublisher, lease_id: int) -> None:
         namespace, component, topic = channel
         address = publisher.address
+        # The bound host may be a wildcard: register the one under which other boxes reach it.
         if address.startswith("tcp://"):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             host = advertised_host(host.strip("[]"), self._settings)
@@ -185,6 +186,7 @@ class Subscription:
         followed = _Followed(record.instance_id, kind, address)
         if self._followed.get(event.key) == followed:
             return
+        # Another address is another socket: forget the sequence of the old one first.
         self._drop(event.key)
         subscriber = self._subscriber(kind)
         if subscriber is None:

@@ -288,6 +288,8 @@ class ZmqSubscriber(SequencedSubscriber):
         if address not in self._addresses and not self._socket.closed:
             self._socket.setsockopt(zmq.IPV6, int("[" in address))
             try:
+                # Slow joiner: events are lost until the subscription reaches the publisher.
+                # Subscribers ask for what they miss.
                 self._socket.connect(address)
             except zmq.ZMQError as error:
                 raise ValueError(
@@ -377,5 +379,6 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    # The peer's end of the same bound: it drops the link without a heartbeat of ours for this time.
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS)
     return socket

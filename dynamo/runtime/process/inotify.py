@@ -185,6 +185,7 @@ class _Source:
     def add(self, watch: _Watch, mask: Mask) -> None:
         """Begin ``watch``. Raises OSError if its path does not exist."""
         try:
+            # MASK_ADD: the kernel would replace the mask of another group's watch.
             watch.number = self._open().add_watch(watch.path, mask | Mask.MASK_ADD)
         except OSError as error:
             if error.errno not in _LIMITS:
@@ -259,7 +260,9 @@ class _Source:
             watches = self._kernel.get(number, [])
             if mask & _IGNORED:  # the kernel removed the watch; it may reuse the number
                 self._kernel.pop(number, None)
+            # The kernel pads names with zero bytes.
             name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))
+            # A copy: a callback may end any of them, which skips it here.
             for watch in tuple(watches):
                 if not watch.ended:
                     watch.deliver(name, mask)
@@ -309,22 +312,22 @@ class _Source:
 def _look(path: Path) -> _State | None:
     """Return what is at ``path`` now; None without it."""
     try:
-        found = path.stat()
-        entries = dict(_entries(path)) if stat.S_ISDIR(found.st_mode) else {"": _written(found)}
+        status = path.stat()
+        entries = dict(_entries(path)) if stat.S_ISDIR(status.st_mode) else {"": _written(status)}
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return _State((found.st_dev, found.st_ino), entries)
+    return _State((status.st_dev, status.st_ino), entries)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with os.scandir(path) as found:
-        for entry in found:
+    with os.scandir(path) as scan:
+        for entry in scan:
             with contextlib.suppress(FileNotFoundError):
                 yield entry.name, _written(entry.stat(follow_symlinks=False))
 
 
-def _written(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _written(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _changes(before: _State, after: _State | None) -> Iterator[tuple[str, int]]:

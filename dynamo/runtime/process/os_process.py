@@ -25,6 +25,7 @@ def freeze_heap() -> None:
     find. It would still traverse the requests in flight, and sometimes vocabularies and templates,
     again and again.
     """
+    # Collect first: what is garbage now would be frozen with the rest.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, 10, 10)
@@ -77,6 +78,7 @@ def start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # From the last parenthesis on: the program's name before it may contain any character.
     return int(stat[stat.rindex(b")") + 2 :].split()[_STAT_START])
 
 

@@ -85,10 +85,10 @@ def release(directory: Path, record: Path) -> None:
 
 def _is_same(descriptor: int, directory: Path) -> bool:
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(descriptor), found)
+    return os.path.samestat(os.fstat(descriptor), status)
 
 
 @contextlib.contextmanager
@@ -287,6 +287,7 @@ def write_atomic(path: Path, data: bytes, durable: bool = False, mode: int = 0o6
                 with contextlib.suppress(PermissionError):  # only root gives files away
                     os.fchown(file.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+                # Before the rename: a power loss could leave an empty file under the new name.
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -296,11 +297,11 @@ def write_atomic(path: Path, data: bytes, durable: bool = False, mode: int = 0o6
 
 def remove_unfinished(path: Path) -> None:
     """Remove what killed writers of a user's file have left beside it."""
-    for found in path.parent.glob(glob.escape(_unfinished(path, "").name) + "*"):
-        pid = found.suffix[1:]
+    for leftover in path.parent.glob(glob.escape(_unfinished(path, "").name) + "*"):
+        pid = leftover.suffix[1:]
         if pid.isdecimal() and os_process.start_ticks(int(pid)) is None:
             with contextlib.suppress(OSError):  # it is of another owner
-                found.unlink()
+                leftover.unlink()
 
 
 def _unfinished(path: Path, pid: str) -> Path:
@@ -311,6 +312,7 @@ def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file that is not there yet, whole or not at all. Raises FileExistsError, OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", 0) as file:
         try:
+            # Unbuffered: a disk that becomes full may take a part.
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:

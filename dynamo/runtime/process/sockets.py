@@ -55,8 +55,8 @@ def engine_directory_name(instance_id: int) -> str:
 
 def socket_owner(path: Path) -> int | None:
     """Return the instance whose socket, or directory of sockets, ``path`` is; None for another."""
-    found = _SOCKET.fullmatch(path.name) or _DIRECTORY.fullmatch(path.name)
-    return None if found is None else int(found[1], 16)
+    match = _SOCKET.fullmatch(path.name) or _DIRECTORY.fullmatch(path.name)
+    return None if match is None else int(match[1], 16)
 
 
 class StaleSockets:
@@ -91,13 +91,13 @@ class StaleSockets:
             except FileNotFoundError:
                 continue
             for path in paths:
-                found = _SOCKET.fullmatch(path.name)
-                if found is not None and path.is_socket():
-                    yield path, int(found[1], 16)
+                match = _SOCKET.fullmatch(path.name)
+                if match is not None and path.is_socket():
+                    yield path, int(match[1], 16)
                     continue
-                found = _DIRECTORY.fullmatch(path.name)
-                if found is not None and path.is_dir() and not path.is_symlink():
-                    yield path, int(found[1], 16)
+                match = _DIRECTORY.fullmatch(path.name)
+                if match is not None and path.is_dir() and not path.is_symlink():
+                    yield path, int(match[1], 16)
 
 
 def remove_sockets(path: Path) -> None:

@@ -58,6 +58,7 @@ class Peer:
         if self._loop.time() - self._answered_s > self._longest_pause_s and self.reason is None:
             self._failures = 0
         if self._timer is None:
+            # Bounded: after a thousand failures the product would overflow a float.
             pause_s = _FIRST_PAUSE_S * 2 ** min(self._failures, _DOUBLINGS)
             self._failures += 1
             self._timer = self._loop.call_later(min(pause_s, self._longest_pause_s), self._probe)
@@ -181,6 +182,7 @@ class RequestClient:
     def lost(self, connection: ClientConnection, error: DynamoError | None) -> None:
         """The connection is closed; None: on purpose. Called before its streams fail."""
         address = connection.address
+        # Lost before: the address may have a newer connection.
         if self._connections.get(address) is not connection:
             return
         del self._connections[address]
@@ -223,9 +225,11 @@ class RequestClient:
 
     async def _dial_tcp(self, connection: ClientConnection, target: RequestAddress) -> None:
         loop, context = asyncio.get_running_loop(), self._tls.client
-        place = target.host, target.port
+        host_port = target.host, target.port
         if context is None:
-            await loop.create_connection(lambda: connection, *place)
+            await loop.create_connection(lambda: connection, *host_port)
             return
         name = self._tls.server_name or target.host
-        await loop.create_connection(lambda: connection, *place, ssl=context, server_hostname=name)
+        await loop.create_connection(
+            lambda: connection, *host_port, ssl=context, server_hostname=name
+        )

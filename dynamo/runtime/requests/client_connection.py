@@ -164,6 +164,7 @@ class ClientStream:
 
     def kill(self) -> None:
         """Drop the stream on both sides. The sink is not called again."""
+        # Before the end: afterwards nothing is sent on the stream.
         self._send_control(KILL)
         self.finish()
 
@@ -263,9 +264,8 @@ class ClientConnection(FramedConnection):
         owner: StreamOwner = _NO_OWNER,
     ) -> ClientStream:
         """Send one request of ``owner``; see ``RequestClient.open``."""
-        self.released = (
-            False  # the worker is in discovery again: its caller found the address there
-        )
+        # The worker is in discovery again: its caller found the address there.
+        self.released = False
         number = self._number % 0xFFFFFFFF + 1  # stream 0 is the connection itself
         while number in self.streams:  # after 2³² requests, skip streams that are still open
             number = number % 0xFFFFFFFF + 1
@@ -359,6 +359,7 @@ class ClientConnection(FramedConnection):
     def _pass_tokens(self) -> None:
         """Report the tokens that the splitter has passed to sinks; frames come after them."""
         sinks, now_s = self._splitter.touched, time.monotonic()
+        # The splitter measures the whole read: each stream gets an equal share.
         spent_s = self._splitter.fed_s / len(sinks)
         for sink in sinks:
             stream = sink.owner

@@ -49,6 +49,7 @@ class FramedConnection(asyncio.Protocol):
         self._out.append(frame)
         if not self._corked:
             self._corked = True
+            # uvloop writes at once: one system call per token is most of a token's cost.
             self._loop.call_soon(self._flush)
 
     def unsent_bytes(self) -> int:
@@ -126,6 +127,7 @@ class FramedConnection(asyncio.Protocol):
         if transport is None or not out:
             return
         if not (self.closed or transport.is_closing()):
+            # A single frame needs no copy.
             transport.write(out[0] if len(out) == 1 else b"".join(out))
             if self.above_high_water:
                 self.on_full()

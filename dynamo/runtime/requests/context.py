@@ -170,6 +170,7 @@ class Context:
             return
         self._level = level
         loop = self._loop
+        # Without a loop no listener was added yet.
         if loop is None or loop is running_loop():
             self._notify(kind)
         else:

@@ -93,6 +93,7 @@ def parse_open(body: bytes) -> tuple[str, dict[str, str], bytes]:
         (length,) = _U32.unpack_from(body, at)
         at += _U32.size
         end = at + length
+        # A slice beyond the end is silently shorter.
         if end > len(body):
             raise FrameError("an OPEN frame's headers reach beyond its end")
         headers = _decode_headers(body[at:end]) if length else {}
@@ -104,6 +105,7 @@ def parse_open(body: bytes) -> tuple[str, dict[str, str], bytes]:
 def pack_error(stream: int, error: DynamoError, limit_bytes: int) -> bytes:
     """Build an ERROR frame; a message that is too long for one frame is truncated."""
     code = error.wire_code().encode()
+    # One byte of the limit holds the length of the code.
     text = error.message.encode(errors="replace")[: limit_bytes - len(code) - 1]
     return pack(ERROR, stream, bytes((len(code),)) + code + text)
 

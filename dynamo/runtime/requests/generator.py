@@ -298,6 +298,7 @@ async def _serve(
             stream.end()
     except asyncio.CancelledError:
         task = asyncio.current_task()
+        # The runtime cancels this task. Otherwise the handler itself has raised CancelledError.
         if task is not None and task.cancelling():
             stream.abort(EngineShutdown("the worker shut down"))
             raise

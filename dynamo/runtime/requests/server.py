@@ -278,6 +278,7 @@ class RequestServer:
         self.draining = True
         if self._socket_check is not None:
             self._socket_check.cancel()
+        # Before the listener: one of the tasks may be about to listen again.
         await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
@@ -414,6 +415,7 @@ def _listen_tcp(address: RequestAddress) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A restart must not wait until connections of the old process leave TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address.host, address.port))
     except OSError as error:

@@ -202,16 +202,16 @@ class ServerStream:
         """
         if self.closed:
             return
-        found = _as_error(error)
-        refused = isinstance(found, HttpFailure) and found.status < 500
+        failure = _as_error(error)
+        refused = isinstance(failure, HttpFailure) and failure.status < 500
         if refused or isinstance(error, InvalidArgument):  # the client's mistake, no failure
             log.warning("%s: refused: %s", self.endpoint, shorten(error, 500))
         else:
             log.warning("%s: the handler failed", self.endpoint, exc_info=error)
         report = self._served.on_engine_shutdown
-        if report is not None and isinstance(found, EngineShutdown) and not found.relayed:
+        if report is not None and isinstance(failure, EngineShutdown) and not failure.relayed:
             report()
-        self.error(found)
+        self.error(failure)
 
     async def drained(self) -> None:
         """Wait until the next item does not grow a buffer, or until the stream ends."""
@@ -239,6 +239,7 @@ class ServerStream:
         """End the stream with ``error`` and kill its context."""
         if not self.closed:
             self.error(error)
+            # After the error: a kill alone would end the stream as cancelled.
             self._cancel_context("kill")
 
     def pause(self, paused: bool) -> None:

@@ -93,6 +93,7 @@ def _client(settings: RuntimeSettings) -> ssl.SSLContext | None:
 
 def _load_chain(context: ssl.SSLContext, flag: str, cert: str, key: str | None) -> None:
     try:
+        # Without a callback OpenSSL asks for a passphrase on the terminal, and waits.
         context.load_cert_chain(cert, key, password=_no_passphrase)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(

@@ -63,6 +63,7 @@ class EtcdWatcher:
         """List, then watch; start again after every failure. Runs until it is cancelled."""
         while True:
             try:
+                # 0: nothing was listed yet, or the revisions since then were compacted.
                 if not self._revision:
                     await self._list()
                 async for step in self._link.watch(ROOT, True, self._revision):
@@ -70,6 +71,7 @@ class EtcdWatcher:
                     self._set_available()
                     for change in step.changes:
                         self._apply(change)
+                    # A step that only confirms the watch has revision 0.
                     self._revision = step.revision or self._revision
             except Compacted as error:  # revisions are missing: only a new listing is complete
                 log.info("etcd cannot resume the watch (%s): listing again", error)
@@ -88,11 +90,11 @@ class EtcdWatcher:
     async def _list(self) -> None:
         listing = await self._link.list(ROOT)
         self._set_available()
-        found = {key: value for key, value in listing.keys.items() if is_record(key)}
+        records = {key: value for key, value in listing.keys.items() if is_record(key)}
         for key in self._cache.list(""):
-            if key not in found:
+            if key not in records:
                 self._apply(Change(key, None))
-        for key, value in found.items():
+        for key, value in records.items():
             self._apply(Change(key, value))
         self._revision = listing.revision
         self.relisted += 1
@@ -100,6 +102,7 @@ class EtcdWatcher:
 
     def _check_store(self, store: tuple[int, int]) -> None:
         before, self._store_id = self._store_id, store
+        # A new cluster at the old address: a revision of the old one means nothing there.
         if before is not None and (before[0] != store[0] or before[1] > store[1]):
             raise Compacted("the store is a new one")
 
@@ -115,6 +118,7 @@ class EtcdWatcher:
         else:
             self._bad.discard(key)
         removal = self._pending_removals.pop(key, None)
+        # The key has a newer state: a delayed removal would delete it later.
         if removal is not None:
             removal.cancel()
         wait_s = self._settled_at_s - self._loop.time()
@@ -197,6 +201,7 @@ class EtcdDiscovery:
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> EtcdLease:
         """See :class:`Discovery`; waits while etcd is unavailable."""
+        # Not 0: etcd would choose an id itself. At most 62 bits: its ids are signed.
         chosen = secrets.randbits(62) + 1 if lease_id is None else lease_id
         attempts = 0
         while True:
@@ -246,12 +251,12 @@ class EtcdDiscovery:
     async def list(self, prefix: str) -> dict[str, bytes]:
         """See :class:`Discovery`. During an outage returns the last copy of a running watch."""
         try:
-            found = (await self._link.list(prefix)).keys
+            records = (await self._link.list(prefix)).keys
         except Unreachable as error:
             if self._watcher is None or not self._watcher.relisted:
                 raise _unavailable(error) from error
             return self._cache.list(prefix)
-        return {key: value for key, value in found.items() if is_usable(key, value)}
+        return {key: value for key, value in records.items() if is_usable(key, value)}
 
     async def revoke(self, lease_id: int) -> None:
         """See :class:`Discovery`. Writes a tombstone, so that an owner without a connection does
@@ -261,6 +266,7 @@ class EtcdDiscovery:
             await owned.revoke()
             return
         try:
+            # The tombstone first: the owner may see the end of its lease at once, and looks for it.
             tombstone_lease = secrets.randbits(62) + 1
             await self._link.grant(tombstone_lease, TOMBSTONE_TTL_S)
             await self._link.write({tombstone_key(lease_id): b""}, tombstone_lease)

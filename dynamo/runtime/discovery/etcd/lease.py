@@ -73,6 +73,7 @@ class EtcdLease:
 
     async def put(self, key: str, value: bytes) -> None:
         """Write ``key``; wait while etcd is unavailable. WorkerUnavailable: the lease is lost."""
+        # Before the write: a lease that is granted again is written with this key.
         self.keys[key] = value
         await self._change(key)
         while key in self._unwritten:
@@ -114,6 +115,7 @@ class EtcdLease:
             self._wake.set()
 
     async def _write(self) -> None:
+        # One write at a time: of two, the older one could arrive at etcd last.
         async with self._writing:
             while self._unwritten and not self.lost.is_set():
                 # Values may change during the call: only those that were written are done.
@@ -125,11 +127,13 @@ class EtcdLease:
                 self._progress.set()
 
     async def _keep(self) -> None:
+        # Two calls in a row may fail before the lease expires.
         pause_s = self.ttl_s / _CALLS_PER_TTL
         while not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if self._unavailable else pause_s):
                     await self._wake.wait()
+            # Before the call: a change during it starts another round.
             self._wake.clear()
             try:
                 await self._renew(pause_s)
@@ -155,6 +159,7 @@ class EtcdLease:
 
     async def _was_revoked(self) -> bool:
         since_s = boot_time_s() - self._renewed_at_s
+        # Before the query: a break during it says nothing about the time before.
         unbroken = self._link.breaks == self._renewed_breaks
         if await self._link.exists(tombstone_key(self.id)):
             return True
@@ -165,6 +170,7 @@ class EtcdLease:
         await self._link.grant(self.id, self.ttl_s)
         self.grants += 1
         self._renewed_at_s, self._renewed_breaks = sent_at_s, breaks
+        # Keys went with the expired lease.
         self._unwritten.update(self.keys)
         with contextlib.suppress(NoLease):
             await self._write()

@@ -28,6 +28,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A listing of a large deployment exceeds gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", -1),
     # A replaced channel must not share the dead connection of its predecessor.
     ("grpc.use_local_subchannel_pool", 1),
@@ -37,16 +38,16 @@ _OPTIONS = (
 
 def endpoints(settings: EtcdSettings) -> list[str]:
     """Return the members of the cluster. ConfigError: a bad endpoint, or half of a credential."""
-    found = [part.strip() for part in settings.endpoints.split(",") if part.strip()]
-    if not found:
+    members = [part.strip() for part in settings.endpoints.split(",") if part.strip()]
+    if not members:
         raise ConfigError("ETCD_ENDPOINTS is empty; give host:port")
     if (settings.username is None) != (settings.password is None):
         raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together")
     if (settings.client_cert is None) != (settings.client_key is None):
         raise ConfigError("ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY go together")
-    for endpoint in found:
+    for endpoint in members:
         _target(endpoint)
-    return found
+    return members
 
 
 def open_channel(endpoint: str, chosen: Any) -> Any:
@@ -74,10 +75,10 @@ def _target(endpoint: str) -> str:
 def credentials(settings: EtcdSettings, members: Iterable[str]) -> Any:
     """Return TLS credentials if a file is set or an endpoint begins with https, else None."""
     files = (settings.ca, settings.client_key, settings.client_cert)
-    if not any(files) and not any(one.startswith("https://") for one in members):
+    if not any(files) and not any(member.startswith("https://") for member in members):
         return None
     try:
-        ca, key, cert = (Path(one).read_bytes() if one else None for one in files)
+        ca, key, cert = (Path(file).read_bytes() if file else None for file in files)
     except OSError as error:
         raise ConfigError(f"ETCD_AUTH_*: {error}") from error
     return grpc.ssl_channel_credentials(ca, key, cert)
@@ -178,6 +179,7 @@ class EtcdLink:
 
     async def grant(self, lease_id: int, ttl_s: float) -> bool:
         """Grant the lease; return False if the id is taken. etcd counts whole seconds."""
+        # Rounded up: -(-x // 1). A shorter lease than asked for could expire between two renewals.
         request = rpc.LeaseGrantRequest(ID=lease_id, TTL=max(1, -int(-ttl_s // 1)))
         try:
             await self._call(lambda channel: rpc.LeaseStub(channel).LeaseGrant, request)
@@ -190,6 +192,7 @@ class EtcdLink:
 
         def method(channel: Any) -> Any:
             async def once(request: Any, **options: Any) -> Any:
+                # The method is a stream: use it for one request and one answer.
                 call = rpc.LeaseStub(channel).LeaseKeepAlive(iter((request,)), **options)
                 try:
                     answer = await call.read()
@@ -222,6 +225,7 @@ class EtcdLink:
             range_end=_range_end(first) if prefix else b"",
             start_revision=after + 1 if after else 0,
         )
+        # Remember both: other calls may move on to another member during this one.
         index = self._current
         channel = self._channel(index)
         try:
@@ -240,9 +244,8 @@ class EtcdLink:
 
     async def _next(self, call: Any, index: int, channel: Any, key: str) -> Any:
         """Return the next response of a watch. Probe the connection while the watch is silent."""
-        reading = self._tasks.spawn(
-            _read(call), name="watch"
-        )  # cancelling the read would end the call
+        # In a task of its own: to cancel the read would end the call.
+        reading = self._tasks.spawn(_read(call), name="watch")
         while True:
             await asyncio.wait({reading}, timeout=PROBE_S)
             if reading.done():
@@ -267,6 +270,7 @@ class EtcdLink:
             self._token = None
             raise Unreachable(f"the watch was cancelled: {answer.cancel_reason}")
         header, events = answer.header, answer.events
+        # The watch begins at a revision that this store has not reached: it is another one.
         if answer.created and header.revision < after:
             raise Compacted("the store is a new one")
         revision = max((event.kv.mod_revision for event in events), default=0)
@@ -387,5 +391,6 @@ def _name(kv: Any) -> str:
 
 def _range_end(prefix: bytes) -> bytes:
     """Return the first key after all keys with ``prefix``; one zero byte means no end."""
+    # The byte 0xff cannot be raised: drop it, and raise the one before it.
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes((head[-1] + 1,)) if head else b"\0"

@@ -52,7 +52,7 @@ class NatsLink:
         paths = (settings.ca, settings.client_cert, settings.client_key)
         files = [path for path in paths if path and "tls" in self._options]
         self._certificates = FileWatch(files, self._renew_certificates)
-        self._servers = [one.strip() for one in settings.servers.split(",") if one.strip()]
+        self._servers = [server.strip() for server in settings.servers.split(",") if server.strip()]
         self._shown = re.sub(r"//[^/@]*@", "//", settings.servers)  # without a password
         self._tasks = Tasks("nats")
         self._queue: deque[tuple[str, bytes]] = deque()
@@ -191,13 +191,13 @@ class NatsLink:
             await self._discard(client)
 
     async def _subscribe(self, client: Any) -> None:
-        held: dict[str, Any] = {}
+        subscriptions: dict[str, Any] = {}
         while True:
             self._changed.clear()
-            for subject in [one for one in held if one not in self._wanted]:
-                await held.pop(subject).unsubscribe()
-            for subject in [one for one in self._wanted if one not in held]:
-                held[subject] = await client.subscribe(
+            for subject in [name for name in subscriptions if name not in self._wanted]:
+                await subscriptions.pop(subject).unsubscribe()
+            for subject in [name for name in self._wanted if name not in subscriptions]:
+                subscriptions[subject] = await client.subscribe(
                     subject,
                     cb=self._callback(client, subject),
                     pending_msgs_limit=HIGH_WATER_MESSAGES,
@@ -222,6 +222,7 @@ class NatsLink:
     async def _pump(self, client: Any) -> None:
         while True:
             await self._empty(client)
+            # Clear before the look: a message that is queued afterwards sets it again.
             self._more.clear()
             if not self._queue:
                 await self._more.wait()
@@ -244,6 +245,7 @@ class NatsLink:
         while True:
             await asyncio.sleep(PING_S)
             self._certificates.check()
+            # flush() sends a ping of NATS and waits for its pong.
             await client.flush(timeout=PING_TIMEOUT_S)
 
     def _renew_certificates(self) -> None:
@@ -259,6 +261,7 @@ class NatsLink:
 
     def _slow(self, error: Any) -> None:
         self.lost += 1
+        # A power of two: a slow reader must not flood the log.
         if self.lost & (self.lost - 1) == 0:
             log.warning(
                 "%s lost, this process reads too slowly: %s",
@@ -279,8 +282,8 @@ def _check(server: str) -> None:
     except ValueError:
         usable = False
     if not usable:
-        shown = server.rsplit("@", 1)[-1]  # without a password
-        raise ConfigError(f"NATS_SERVER must be like nats://host:4222, got {shown!r}")
+        without_user = server.rsplit("@", 1)[-1]  # without a password
+        raise ConfigError(f"NATS_SERVER must be like nats://host:4222, got {without_user!r}")
 
 
 def _options(settings: NatsSettings) -> dict[str, Any]:
