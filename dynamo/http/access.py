@@ -37,7 +37,7 @@ class Access:
 
     def watches(self) -> list[FileWatch]:
         """The files to check for changes."""
-        return [one.watch for one in (self.keys, self.tls) if one is not None]
+        return [source.watch for source in (self.keys, self.tls) if source is not None]
 
     def check_key(self, head: Head) -> None:
         """Move the credentials of ``head`` to its ``api_key``. Raises KeyRefused.
@@ -84,10 +84,10 @@ class OperatorGuard:
 
     def check(self, exchange: Exchange) -> str:
         """As :meth:`problem`; logs the name of the operator who changes something."""
-        found, key = self.problem(exchange), exchange.api_key
-        if not found and self._has_keys and key is not None and exchange.method == "POST":
+        problem, key = self.problem(exchange), exchange.api_key
+        if not problem and self._has_keys and key is not None and exchange.method == "POST":
             log.info("POST %s by operator %s", exchange.path, key.name)
-        return found
+        return problem
 
     def problem(self, exchange: Exchange) -> str:
         """Return why the request is refused, with the remedy; "" if it is admitted."""
@@ -102,6 +102,7 @@ class OperatorGuard:
             return f"{exchange.path} is for operators: {_REMEDY}"
         if self._is_foreign_page(headers):
             return f"{exchange.path} is not for web pages"
+        # A proxy on this machine calls from a loopback address for clients anywhere.
         if not _FORWARDED.isdisjoint(headers):
             return f"{exchange.path} is not served through a proxy: {_REMEDY}"
         host = host_name(headers.get("host", ""))
@@ -110,6 +111,7 @@ class OperatorGuard:
         return ""
 
     def _is_foreign_page(self, headers: Mapping[str, str]) -> bool:
+        # Browsers set this header; a page cannot.
         if headers.get("sec-fetch-site") in _FOREIGN_PAGES:
             return True
         origin = headers.get("origin")
@@ -139,5 +141,6 @@ def _is_loopback(host: str | None) -> bool:
         address = ipaddress.ip_address(host or "")
     except ValueError:
         return False
+    # A socket of both families shows IPv4 clients as ::ffff:a.b.c.d.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

@@ -51,23 +51,23 @@ class Grants(NamedTuple):
 
 def parse_grants(text: str) -> Grants:
     """Return the grants in ``text``, such as ``priority=10,routing``. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    grants: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if part in ("routing", "classes"):
-            found[part] = True
+            grants[part] = True
         elif (
             name in ("priority", "strict-priority")
             and re.fullmatch(r"[0-9]{1,10}", value)
             and int(value) <= _MAX_PRIORITY
         ):
-            found[name.replace("-", "_")] = int(value)
+            grants[name.replace("-", "_")] = int(value)
         else:
             raise ConfigError(
                 "grants are priority=N, strict-priority=N (at most 2147483647), routing and "
                 "classes, separated by commas"
             )
-    return Grants(**found)
+    return Grants(**grants)
 
 
 class ApiKey:
@@ -116,37 +116,38 @@ class ApiKeys:
         ``Authorization`` counts before ``X-Api-Key``. Raises KeyRefused.
         """
         bearer, plain = (headers.pop(name, None) for name in _CREDENTIALS)
-        given = plain if bearer is None else bearer
-        if given is None:
+        credentials = plain if bearer is None else bearer
+        if credentials is None:
             return None
         has_scheme = bearer is not None
-        found = self._remembered.get((given, has_scheme))
-        return self._find(given, has_scheme) if found is None else found
+        key = self._remembered.get((credentials, has_scheme))
+        return self._find(credentials, has_scheme) if key is None else key
 
     def is_withdrawn(self, key: ApiKey) -> bool:
         """Return whether ``key`` was removed from the file, or lost its operator role."""
         if key is self._local:
             return False
-        found = self.entries.get(key.digest)
-        return found is None or (key.operator and not found.operator)
+        current = self.entries.get(key.digest)
+        return current is None or (key.operator and not current.operator)
 
-    def _find(self, given: str, has_scheme: bool) -> ApiKey:
-        key = given
+    def _find(self, credentials: str, has_scheme: bool) -> ApiKey:
+        key = credentials
         if has_scheme:
-            scheme, _, key = given.partition(" ")
+            scheme, _, key = credentials.partition(" ")
             if scheme.lower() != "bearer":
                 raise KeyRefused("Send the API key as 'Authorization: Bearer KEY'", given=True)
         digest = hashlib.sha256(key.strip().encode()).digest()
         # The lookup hashes with a secret of the process, and the digest of a guess can't be
         # steered: neither it nor the comparison takes longer for a key that is almost right.
-        found = self.entries.get(digest) or self._local
-        if found is None or not hmac.compare_digest(found.digest, digest):
+        entry = self.entries.get(digest) or self._local
+        if entry is None or not hmac.compare_digest(entry.digest, digest):
             raise KeyRefused("Incorrect API key provided", given=True)
-        if len(given) <= _REMEMBERED_CHARACTERS:
+        if len(credentials) <= _REMEMBERED_CHARACTERS:
+            # Guesses do not come this far, so only accepted credentials fill the memory.
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
-            self._remembered[given, has_scheme] = found
-        return found
+            self._remembered[credentials, has_scheme] = entry
+        return entry
 
     def _load(self) -> None:
         entries = read_keys(self._path)
@@ -154,9 +155,10 @@ class ApiKeys:
             raise ConfigError(
                 f"--api-key-file {self._path} has no key; add one with 'dynamo key add NAME'"
             )
-        counted = {one.name: one.requests for one in self.entries.values()}
-        for one in entries.values():
-            one.requests = counted.get(one.name, 0)
+        # A reload keeps the counts: a counter must not fall.
+        counted = {key.name: key.requests for key in self.entries.values()}
+        for key in entries.values():
+            key.requests = counted.get(key.name, 0)
         before, self.entries = self.entries, entries
         self._remembered.clear()
         if before and (text := _difference(before, entries)):
@@ -165,7 +167,7 @@ class ApiKeys:
 
 def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:
     """Return which names were added, removed, or got another key, role or grants; "" without."""
-    old, new = ({one.name: one for one in keys.values()} for keys in (before, after))
+    old, new = ({key.name: key for key in keys.values()} for keys in (before, after))
     changed = {name for name in old.keys() & new.keys() if _facts(old[name]) != _facts(new[name])}
     groups = {
         "added": new.keys() - old.keys(),
@@ -218,12 +220,12 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
         grants = None
         if match[4] is not None:
             grants = _grants(match[4], match[2], f"{source}, line {number}")
-        one = ApiKey(match[1], match[2], bytes.fromhex(match[3]), grants)
-        if one.name in names or one.digest in entries:
-            what = f"the name {one.name}" if one.name in names else "this key"
+        key = ApiKey(match[1], match[2], bytes.fromhex(match[3]), grants)
+        if key.name in names or key.digest in entries:
+            what = f"the name {key.name}" if key.name in names else "this key"
             raise ConfigError(f"{source}, line {number}: {what} is in the file twice; remove one")
-        names.add(one.name)
-        entries[one.digest] = one
+        names.add(key.name)
+        entries[key.digest] = key
     if len(entries) > _MAX_KEYS:
         raise ConfigError(f"{source} has {len(entries)} keys, at most {_MAX_KEYS} are allowed")
     return entries
@@ -242,20 +244,22 @@ def _read(path: str) -> str:
     """The text of the key file, if other users can neither read nor replace it."""
     try:
         with Path(path).open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            # Of the open file: the one at the path may be replaced between check and read.
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"--api-key-file {path}: not a regular file")
-            if found.st_uid not in (os.geteuid(), 0):
+            if status.st_uid not in (os.geteuid(), 0):
                 raise ConfigError(
-                    f"--api-key-file {path} belongs to user {found.st_uid}; "
+                    f"--api-key-file {path} belongs to user {status.st_uid}; "
                     f"run: chown {os.geteuid()} {path}"
                 )
-            if found.st_mode & 0o077:
-                mode = stat.S_IMODE(found.st_mode)
+            if status.st_mode & 0o077:
+                mode = stat.S_IMODE(status.st_mode)
                 raise ConfigError(
                     f"--api-key-file {path} has mode {mode:04o}, so other users can use it; "
                     f"run: chmod 600 {path}"
                 )
+            # One byte above the limit shows that the file is too large.
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None

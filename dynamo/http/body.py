@@ -97,6 +97,7 @@ class ChunkedBody:
             if self._complete:
                 return data[position:]
             start, position = position, self._at(data, position)
+        # Content is stored as it arrives: only a part of a line is kept for the next call.
         self._pending = data[start:] if self._at != self._content else b""
         return None
 
@@ -126,6 +127,7 @@ class ChunkedBody:
         content_bytes = self._parts.tell() + self._remaining
         if content_bytes > self._limit_bytes:
             raise HttpStatusError(413, f"Request body exceeds {self._limit_bytes} bytes")
+        # 2 for the CRLF behind the content of the chunk.
         self._framing_bytes += after - position + 2
         if self._framing_bytes > content_bytes + _FRAMING_BYTES:
             raise HttpStatusError(
@@ -147,6 +149,7 @@ class ChunkedBody:
 
     def _content_end(self, data: bytes, position: int) -> int:
         mark = data[position : position + 2]
+        # A prefix: only the CR may have arrived.
         if not b"\r\n".startswith(mark):
             raise HttpStatusError(400, "Chunk is longer than its size says")
         if len(mark) < 2:
@@ -161,6 +164,7 @@ class ChunkedBody:
         self._trailer_bytes += after - position
         if self._trailer_bytes > _TRAILER_BYTES:
             raise HttpStatusError(431, f"Trailers exceed {_TRAILER_BYTES} bytes")
+        # An empty line ends the trailers (RFC 9112 7.1.2).
         if not line:
             self._complete = True
             return after
@@ -173,9 +177,11 @@ class ChunkedBody:
 
 
 def _line(data: bytes, position: int, limit_bytes: int) -> tuple[bytes | None, int]:
+    # The line end may follow a line of the full length.
     end = data.find(b"\r\n", position, position + limit_bytes + 2)
     if end >= 0:
         return data[position:end], end + 2
+    # A bare LF cannot become a CRLF with more bytes.
     if len(data) - position > limit_bytes or b"\n" in data[position:]:
         raise HttpStatusError(400, "Malformed or overlong line in chunked body")
     return None, -1

@@ -483,6 +483,7 @@ class HttpConnection(asyncio.Protocol):
         wait_s = limits.stall_timeout_s if self.above_high_water else limits.linger_s
         self.deadline = self._server.clock + wait_s
         if self._transport is not None:
+            # Half closed: the client reads the reply and its end, while its input is discarded.
             self._transport.write_eof()
         if self._paused:
             self._resume()

@@ -124,11 +124,11 @@ def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
     )
 
 
-def _with_id(headers: Sequence[tuple[str, str]], given: str) -> Sequence[tuple[str, str]]:
+def _with_id(headers: Sequence[tuple[str, str]], request_id: str) -> Sequence[tuple[str, str]]:
     """Return the headers of an error, with the id that the client gave to its request."""
     if any(name == "x-request-id" for name, _ in headers):
         return headers
-    return (*headers, ("x-request-id", given))
+    return (*headers, ("x-request-id", request_id))
 
 
 class Exchange:
@@ -229,14 +229,16 @@ class Exchange:
         if status >= 400 and "x-request-id" in self.headers:
             headers = _with_id(headers, self.headers["x-request-id"])
         transport = self._transport
+        # The common case: HTTP/1.1 and a connection that stays need no call.
         plain = self.keep_alive and self.minor and not transport.closing
         framing = LENGTH if plain else self._framing(LENGTH)
         head = transport.heads.get(status, content_type, framing)
         extra = self.cors + encode_headers(headers) if headers else self.cors
-        shown = b"" if self._bodiless else body
+        sent = b"" if self._bodiless else body
         self.done = True
+        # They refer to the request, which refers to this exchange: a cycle costs a collection.
         self.on_disconnect = self.on_drain = self.on_expired = None
-        transport.finish(self, b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
+        transport.finish(self, b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, sent))
 
     def respond_unchanged(
         self, body: bytes, content_type: str, headers: Sequence[tuple[str, str]]
@@ -265,6 +267,7 @@ class Exchange:
         self.started = True
         if self.gone:
             return
+        # HTTP/1.0 has no chunks: the end of the connection ends the body.
         if self.minor == 0:
             self.keep_alive = False
             self._raw = True
@@ -285,6 +288,7 @@ class Exchange:
         if self.gone or self.done:
             self.done = True
             return
+        # A HEAD gets the head of the GET's response and no body (RFC 9110 9.3.2).
         if self._bodiless:
             data = b""
         elif not self._raw:

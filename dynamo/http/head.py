@@ -134,7 +134,7 @@ class HeadReader:
         A page whose name resolves to this machine (DNS rebinding) is same-origin with the API for
         a browser; only the Host header distinguishes it from a local client.
         """
-        self._served_names = frozenset(("localhost", *(plain_name(one) for one in names)))
+        self._served_names = frozenset(("localhost", *(plain_name(name) for name in names)))
         self._remedy = remedy
 
     def forget_heads(self) -> None:
@@ -160,8 +160,10 @@ class HeadReader:
             raise HttpStatusError(414, f"Request line exceeds {limits.request_line_bytes} bytes")
         if len(data) - line_end - 2 > limits.header_bytes:
             raise HttpStatusError(431, f"Request headers exceed {limits.header_bytes} bytes")
+        # A bare LF may end a line for another parser on the way (RFC 9112 2.2): request smuggling.
         if data.count(b"\n") != data.count(b"\r\n"):
             raise HttpStatusError(400, "Line ends without CR")
+        # Without the last four bytes: one CRLF for each header.
         if data.count(b"\r\n", line_end, -4) > limits.header_count:
             raise HttpStatusError(431, f"Request has more than {limits.header_count} headers")
         method, target, minor = _request_line(data[:line_end])
@@ -234,6 +236,7 @@ class HeadReader:
             head.keep_alive = "close" not in tokens and (head.minor == 1 or "keep-alive" in tokens)
         length = headers.get("content-length")
         if length is not None:
+            # 20 digits hold any 64-bit length; int() takes quadratic time in its digits.
             if len(length) > _LENGTH_DIGITS:
                 raise HttpStatusError(400, f"Header 'content-length' has {len(length)} digits")
             head.body_bytes = int(length)
@@ -272,9 +275,8 @@ def plain_name(host: str) -> str:
 
 def _request_line(line: bytes) -> tuple[str, str, int]:
     parts = line.split(b" ")
-    if len(parts) != 3 or not _METHOD.fullmatch(
-        parts[0]
-    ):  # llhttp skips a line feed before the method
+    # llhttp skips a line feed before the method.
+    if len(parts) != 3 or not _METHOD.fullmatch(parts[0]):
         raise HttpStatusError(400, "Malformed request line")
     minor = _VERSIONS.get(parts[2])
     if minor is None:
@@ -308,6 +310,7 @@ def _is_address(host: str) -> bool:
 def _check_transfer_encoding(head: Head) -> None:
     if head.minor == 0:
         raise HttpStatusError(400, "Transfer-Encoding on HTTP/1.0")
+    # Which of both counts is ambiguous: RFC 9112 6.3 lets a server refuse.
     if "content-length" in head.headers:
         raise HttpStatusError(400, "Content-Length together with Transfer-Encoding")
     if head.headers["transfer-encoding"].lower() != "chunked":

@@ -41,10 +41,10 @@ def field_span(body: bytes, content_type: str, name: str) -> tuple[int, int] | N
 
     At most 64 parts are searched. O(bytes), most of it in :meth:`bytes.find`.
     """
-    found = _BOUNDARY.search(content_type)
-    if found is None:
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
         return None
-    delimiter = b"--" + (found[1] or found[2]).encode()
+    delimiter = b"--" + (boundary[1] or boundary[2]).encode()
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
     for _ in range(_MAX_PARTS):
         if at < 0:
@@ -71,9 +71,10 @@ class RoutePatterns:
     """The well-formed routes under /v1/ among ``routes``; others are ignored."""
 
     def __init__(self, routes: Iterable[str] = ()) -> None:
-        self.routes = frozenset(one for one in routes if _ROUTE.fullmatch(one))
+        self.routes = frozenset(route for route in routes if _ROUTE.fullmatch(route))
         self._by_shape: dict[tuple[str, int], list[tuple[str, re.Pattern[str]]]] = {}
-        for route in sorted(self.routes, key=lambda one: (one.count("{"), one)):
+        # Fewest parameters first: /v1/a/b before /v1/a/{id}.
+        for route in sorted(self.routes, key=lambda text: (text.count("{"), text)):
             method, _, path = route.partition(" ")
             pattern = re.compile(_PARAMETER.sub(lambda _: _VALUE, re.escape(path)))
             self._by_shape.setdefault((method, path.count("/")), []).append((route, pattern))
@@ -81,9 +82,9 @@ class RoutePatterns:
     def find(self, method: str, path: str) -> RouteMatch | None:
         """Return the route of ``path`` with the fewest parameters. O(routes of that depth)."""
         for route, pattern in self._by_shape.get((method, path.count("/")), ()):
-            found = pattern.fullmatch(path)
-            if found is not None:
-                spans = (found.span(number + 1) for number in range(pattern.groups))
+            match = pattern.fullmatch(path)
+            if match is not None:
+                spans = (match.span(number + 1) for number in range(pattern.groups))
                 return RouteMatch(route, tuple(spans))
         return None
 

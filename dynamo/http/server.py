@@ -129,9 +129,9 @@ class HttpServer:
                 backlog=backlog,
                 start_serving=False,
             )
-        for one in self._server.sockets:
-            _detect_lost_peers(one, self.limits.stall_timeout_s)
-        bound = [one.getsockname() for one in self._server.sockets]
+        for listener in self._server.sockets:
+            _detect_lost_peers(listener, self.limits.stall_timeout_s)
+        bound = [listener.getsockname() for listener in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
             for reader in self._readers:
@@ -166,9 +166,9 @@ class HttpServer:
         loop, turns = asyncio.get_running_loop(), 0
         until_s = loop.time() + _CATCH_UP_S
         while turns < _IDLE_TURNS and loop.time() < until_s:
-            known = self._admitted
+            admitted = self._admitted
             await asyncio.sleep(0)
-            turns = turns + 1 if self._admitted == known else 0
+            turns = turns + 1 if self._admitted == admitted else 0
 
     async def gone(self, timeout_s: float) -> bool:
         """Wait until no connection is left; False after the timeout."""
@@ -218,6 +218,7 @@ class HttpServer:
         if shares.add(connection, self.limits.connections):
             return True
         if shares.reserve(connection):
+            # One request: ``closing`` ends the connection after its response.
             connection.reader, connection.closing = self._over_limit, True
             return True
         if len(self._connections) - len(shares) > _REPLIED_OVER_LIMIT:
@@ -256,6 +257,7 @@ class HttpServer:
     def _is_new(self, connection: HttpConnection) -> bool:
         """Whether a client connected a second or two ago: its request may be on its way."""
         limits = self.limits
+        # The first deadline of a connection is its start and the timeout of a head.
         age_s = self.clock + limits.header_timeout_s - connection.deadline
         return 0 <= age_s < 2 * limits.sweep_s
 
@@ -273,6 +275,7 @@ class HttpServer:
         """Decode for a few milliseconds, however many connections are queued."""
         queue = self._undecoded
         served = [queue.popleft() for _ in range(min(len(queue), _DECODES_PER_TURN))]
+        # A connection that queues itself again below schedules this for an empty queue only.
         if queue:
             self._schedule_decoding()
         for connection in served:
@@ -287,7 +290,9 @@ class HttpServer:
             for connection in self._connections:
                 connection.deadline += late_s
         self.heads.renew()
-        for connection in [one for one in self._connections if one.deadline <= now]:
+        # A list: a connection that closes leaves the set.
+        due = [connection for connection in self._connections if connection.deadline <= now]
+        for connection in due:
             connection.sweep()
         for watch in self._watches:
             if watch.check():
@@ -365,7 +370,7 @@ class _ClientShares:
                 del self._clients[client]
 
     def _check(self, connections: Collection[HttpConnection], limit: int) -> None:
-        counted = [one for own in self._clients.values() for one in own]
+        counted = [connection for own in self._clients.values() for connection in own]
         assert len(counted) == len(self._client_of) <= limit and all(self._clients.values())
         assert set(counted) == set(self._client_of) and len(self._reserved) <= _RESERVED
         assert {*counted, *self._reserved} <= set(connections)
@@ -375,12 +380,14 @@ class _ClientShares:
     ) -> bool:
         """Close the waiting connection with the next deadline among the first of ``crowd``."""
         examined = list(itertools.islice(crowd, _EXAMINED))
-        waiting = [one for one in examined if one.waiting and not spares(one)]
+        waiting = [
+            connection for connection in examined if connection.waiting and not spares(connection)
+        ]
         if not waiting:
-            for one in examined:  # the next call examines others
-                crowd[one] = crowd.pop(one)
+            for connection in examined:  # the next call examines others
+                crowd[connection] = crowd.pop(connection)
             return False
-        chosen = min(waiting, key=lambda one: one.deadline)
+        chosen = min(waiting, key=lambda connection: connection.deadline)
         self.remove(chosen)
         chosen.close()
         return True

@@ -60,11 +60,11 @@ class FileWatch:
 
 def _stat(path: str) -> tuple[int, ...] | None:
     try:
-        found = os.stat(path)  # noqa: PTH116 - a third of the cost of Path.stat
+        status = os.stat(path)  # noqa: PTH116 - a third of the cost of Path.stat
     except OSError:
         return None
     # The time of the inode's change also shows a corrected mode or owner.
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class ServerTls:
@@ -162,6 +162,7 @@ def validity(certificate: bytes) -> tuple[datetime, datetime]:
     _, outer, _ = _element(certificate, 0)
     _, position, _ = _element(certificate, outer)
     tag, _, end = _element(certificate, position)
+    # A certificate of version 1 has no such field.
     if tag == _VERSION:
         position = end
     for _ in ("serial number", "signature", "issuer"):
@@ -176,6 +177,7 @@ def _element(data: bytes, position: int) -> tuple[int, int, int]:
     try:
         tag, length = data[position], data[position + 1]
         start = position + 2
+        # Long form: the other bits count the bytes of the length (X.690 8.1.3.5).
         if length & 0x80:
             digits = length & 0x7F
             length = int.from_bytes(data[start : start + digits], "big")
@@ -213,6 +215,7 @@ def _warn_of_dates(path: str, chain: str) -> None:
 def _read(flag: str, path: str) -> str:
     try:
         with Path(path).open("rb") as file:
+            # One byte above the limit shows that the file is too large.
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None

@@ -211,6 +211,7 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         if self._ended or not self._established:
             return
         try:
+            # OpenSSL may hold decrypted bytes, for which the socket never becomes readable again.
             while (self._incoming.pending or self._tls.pending()) and not self._paused:
                 data = self._tls.read(_RECORD_BYTES)
                 if not data:  # the client has ended its output

@@ -88,7 +88,7 @@ ENGINES = (
     Mutant(
         "penalties-forget-the-tokens-before-a-migration",
         "dynamo.vllm.sampling",
-        "                _penalize(found, request.token_ids[-generated:])\n",
+        "                _penalize(arguments, request.token_ids[-generated:])\n",
         "                pass\n",
         (
             "unit/vllm_worker/test_vllm_sampling.py::test_penalties_count_the_output_of_an_earlier_worker",

@@ -84,15 +84,15 @@ HTTP = (
     Mutant(
         "operator-made-a-user-is-not-withdrawn",
         "dynamo.http.api_keys",
-        "return found is None or (key.operator and not found.operator)",
-        "return found is None",
+        "return current is None or (key.operator and not current.operator)",
+        "return current is None",
         ("unit/http/test_http_access.py::test_streams_of_a_withdrawn_key_end",),
     ),
     Mutant(
         "key-file-readable-by-its-group",
         "dynamo.http.api_keys",
-        "if found.st_mode & 0o077:",
-        "if found.st_mode & 0o007:",
+        "if status.st_mode & 0o077:",
+        "if status.st_mode & 0o007:",
         ("unit/http/test_http_access.py::test_a_broken_file_keeps_the_keys",),
     ),
     Mutant(
