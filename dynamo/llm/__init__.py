@@ -135,9 +135,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Return a name of the API, or the placeholder of one that only Dynamo has."""
     if name in _MODULES:
-        found = getattr(importlib.import_module(f"dynamo.{_MODULES[name]}"), name)
-        globals()[name] = found  # the next look-up finds it without this function
-        return found
+        value = getattr(importlib.import_module(f"dynamo.{_MODULES[name]}"), name)
+        globals()[name] = value  # the next look-up finds it without this function
+        return value
     absent = importlib.import_module(f"{__name__}.absent")
     if name in absent.ABSENT:
         return absent.absent(name)

@@ -1,4 +1,4 @@
-"""The names of Dynamo's ``dynamo.llm`` that this package has not, and why.
+"""The names of Dynamo's ``dynamo.llm`` that this package does not provide, and why.
 
 They can be imported, because workers import them beside names that they use; calling one raises
 NotImplementedError. docs/dynamo-workers.md lists them.

@@ -19,6 +19,7 @@ MAX_BLOCKS = 1 << 22
 _DEVICE = STORAGE_TIERS[0]
 _FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
+# 2**64 divided by the golden ratio: its multiples differ in high and low bits.
 _ODD = 0x9E37_79B9_7F4A_7C15
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class BlockCopies:
         ]
         gone = []
         for block in event.block_hashes:
+            # The removal of a block that was never counted is passed on.
             copies = counts.pop(block, 1) - 1
             if copies:
                 counts[block] = copies

@@ -197,16 +197,16 @@ def _mm_hashes(keys: Sequence[Any]) -> list[list[int]] | None:
     ``keys`` has for each block None, or what its hash depends on besides its tokens: the name of an
     adapter, a salt, and (identifier, offset) of each image.
     """
-    found = [
-        [short_hash(str(each[0])) for each in block or () if isinstance(each, list | tuple)]
+    by_block = [
+        [short_hash(str(key[0])) for key in block or () if isinstance(key, list | tuple)]
         for block in keys
     ]
-    return found if any(found) else None
+    return by_block if any(by_block) else None
 
 
 def _salt(keys: Sequence[Any], lora_name: str | None) -> str | None:
     """Return the salt of a first block."""
-    texts = [each for each in keys if isinstance(each, str)]
+    texts = [key for key in keys if isinstance(key, str)]
     if lora_name is not None and texts[:1] == [lora_name]:
         del texts[0]
     return texts[0] if texts else None

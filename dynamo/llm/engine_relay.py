@@ -88,6 +88,7 @@ class EngineEventRelay:
     async def run(self) -> None:
         """Relay until cancelled; ZMQ reconnects when the engine restarts."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        # Before connect(): the first handshake would go unseen.
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _CONNECTED)
         try:
             socket.setsockopt(zmq.LINGER, 0)
@@ -171,6 +172,7 @@ class EngineEventRelay:
         expected = number if self._expected is None else self._expected
         if number < expected:  # already replayed
             return
+        # A malformed message counts as lost, too.
         lost = range(expected, number + (message.events is None))
         if lost:
             self._gaps.append(lost)
@@ -203,6 +205,7 @@ class EngineEventRelay:
         if self._expected is not None:
             first = replayed[0] if replayed else [b"", b"", b""]
             continued = first[1:] == [_SEQUENCE.pack(start), self._last]
+            # Big-endian bytes compare like their numbers.
             newer = first[1] > _SEQUENCE.pack(self._expected)  # a gap: _deliver() clears
             if not continued and (self._disconnected or (replayed and not newer)):
                 self._restart()
@@ -270,8 +273,10 @@ async def _receive_replay(
     size = 0
     end_s = clock() + 6 * REPLAY_TIMEOUT_S
     async with asyncio.timeout(REPLAY_TIMEOUT_S) as silence:
+        # The empty frame is the envelope of a REQ socket: vLLM's ROUTER expects it.
         await socket.send_multipart([b"", _SEQUENCE.pack(start)])
         while size <= REPLAY_BYTES and len(replayed) < HIGH_WATER_MESSAGES:
+            # The last two frames, with or without a topic before them.
             number, payload = [b"", b"", *(await socket.recv_multipart())[1:]][-2:]
             if number == _END_OF_REPLAY:
                 return True

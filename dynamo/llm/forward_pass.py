@@ -233,11 +233,13 @@ class FpmEventSubscriber:
     def get_model_cards(self) -> dict[str, str]:
         """Return the model card of each worker as JSON, by worker_id."""
         self._require_tracking()
+        # A copy of the values: the loop changes the cards in another thread.
         return {str(worker): text for worker, text in list(self._cards.values())}
 
     def shutdown(self) -> None:
         """Stop. Idempotent, from any thread."""
         self._closed = True
+        # Wakes the thread that waits in recv().
         self._put(None)
         self._loop.call_soon_threadsafe(self._stop)
 
@@ -275,6 +277,7 @@ class FpmEventSubscriber:
                 self._messages.put_nowait(payload)
                 return
             except queue.Full:
+                # Drop the oldest and try again: another thread may fill the queue first.
                 _take(self._messages)
 
     def _track(self, publisher_id: int, sequence: int, payload: bytes) -> None:
@@ -293,7 +296,8 @@ class FpmEventSubscriber:
         gone = self._cards.pop(event.key, None)
         if event.value is None:
             # An adapter has a card, too: the worker has left when its last one has.
-            if gone is not None and gone[0] not in {one for one, _ in self._cards.values()}:
+            left = {worker_id for worker_id, _ in self._cards.values()}
+            if gone is not None and gone[0] not in left:
                 for key in [key for key in self._newest if key[0] == str(gone[0])]:
                     del self._newest[key]
             return

@@ -206,6 +206,7 @@ class KvRouter:
         return picker
 
     async def _connected(self) -> KvPicker:
+        # The first calls may come at the same time: one of them connects.
         async with self._connecting:
             if self._picker is None:
                 await self._routed.start()
@@ -258,12 +259,12 @@ def _routing(
     **fields: Any,
 ) -> Routing | None:
     """Return the constraints of a request; None without any."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     if allowed_worker_ids is not None:
-        given["allowed_worker_ids"] = list(allowed_worker_ids)
+        values["allowed_worker_ids"] = list(allowed_worker_ids)
     if routing_constraints is not None:
         required = routing_constraints.required_taints
         preferred = routing_constraints.preferred_taints
-        given["required_taints"] = None if required is None else list(required)
-        given["preferred_taints"] = None if preferred is None else dict(preferred)
-    return Routing(**given) if given else None
+        values["required_taints"] = None if required is None else list(required)
+        values["preferred_taints"] = None if preferred is None else dict(preferred)
+    return Routing(**values) if values else None

@@ -69,10 +69,10 @@ class ModelDirectory:
     def __init__(self, path: str | Path) -> None:
         try:
             directory = Path(path).expanduser()
-            found = directory.is_dir()
+            exists = directory.is_dir()
         except (OSError, RuntimeError, ValueError):  # too long, an unknown user, a null byte
-            found = False
-        if not found:
+            exists = False
+        if not exists:
             raise ConfigError(
                 f"the model path {str(path)!r:.400} is not a local directory; give the worker's "
                 "--model-path a directory, or an id on Hugging Face"
@@ -151,19 +151,19 @@ class ModelDirectory:
             if isinstance(ids, int):
                 return [ids]
             if isinstance(ids, list) and ids:
-                return [each for each in ids if isinstance(each, int)]
+                return [token_id for token_id in ids if isinstance(token_id, int)]
         return []
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """Text of ``bos_token``, ``eos_token`` and the like, of those that the model has."""
-        found = {}
+        texts = {}
         for name in _SPECIAL_TOKENS:
             token = self.tokenizer_config.get(name)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
-                found[name] = text
-        return found
+                texts[name] = text
+        return texts
 
     def kv_bytes_per_token(self, number_bytes: int | None = None) -> int | None:
         """Layers x 2 x KV heads x head size x bytes of a number; None if config.json lacks one.
@@ -181,6 +181,7 @@ class ModelDirectory:
             return None
         kind = str(config.get("torch_dtype") or config.get("dtype") or "")
         own_bytes = 4 if kind in _FOUR_BYTE_TYPES else 2
+        # 2: keys and values.
         return layers * 2 * kv_heads * size * (number_bytes or own_bytes)
 
     def chat_templates(
@@ -258,6 +259,7 @@ def read_model_file(path: Path) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")
+        # One byte above the limit shows that the file is too large.
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(f"it is larger than {limit >> 20} MiB")

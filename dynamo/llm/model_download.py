@@ -103,6 +103,7 @@ class _Pages(threading.local):
     next_url = ""
 
 
+# By thread: the Hub's library asks in several at once.
 _pages = _Pages()
 
 
@@ -242,9 +243,9 @@ class HubModel:
         unreachable: Exception | None = None
         if not local:
             try:
-                found = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
-                files = found.siblings or []
-                has_safetensors = any(one.rfilename.endswith(_SAFETENSORS) for one in files)
+                info = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
+                files = info.siblings or []
+                has_safetensors = any(file.rfilename.endswith(_SAFETENSORS) for file in files)
                 ignored = (*_OTHER_FORMATS, *(_PICKLED if has_safetensors else ()))
                 self._check_space(files, ignored)
                 with self._visible():
@@ -268,7 +269,7 @@ class HubModel:
     def _check_file(self, file: str) -> None:
         """Raise OSError if the disk has no room for ``file``; its download says what else fails."""
         try:
-            found = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
+            info = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
         except (HfHubHTTPError, ValueError):
             return
         # Here the Hub's errors of connections are those of its HTTP library, no OSError.
@@ -276,7 +277,7 @@ class HubModel:
             if _is_of_disk(error):
                 raise
             return
-        self._check_space([one for one in found.siblings or [] if one.rfilename == file], ())
+        self._check_space([entry for entry in info.siblings or [] if entry.rfilename == file], ())
 
     def _progress(self, name: str) -> Any:
         """Return the progress bar of a download; None, the Hub's own bar, on a terminal."""
@@ -290,13 +291,15 @@ class HubModel:
         """Raise OSError if the disk has no room for what is to be downloaded."""
         blobs = self._blobs()
         missing = [
-            one
-            for one in files
-            if not any(fnmatch(one.rfilename, pattern) for pattern in ignored)
-            and not any((blobs / key).exists() for key in _keys(one))
+            file
+            for file in files
+            if not any(fnmatch(file.rfilename, pattern) for pattern in ignored)
+            and not any((blobs / key).exists() for key in _keys(file))
         ]
+        # The download continues the parts of an earlier try.
         begun = sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
-        needed = sum(one.size or 0 for one in missing) - begun
+        needed = sum(file.size or 0 for file in missing) - begun
+        # disk_usage() needs a path that exists.
         existing = next(path for path in (blobs, *blobs.parents) if path.exists())
         if needed > (free := shutil.disk_usage(existing).free):
             text = f"it needs {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"

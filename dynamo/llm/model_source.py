@@ -151,13 +151,13 @@ def resolve_model(
         return ResolvedModel(path.resolve(), ModelDirectory(path).name)
     if path.is_file():
         return ResolvedModel(local_gguf(path), path.stem)
-    found = _split(str(source))
-    if found is None:
+    parts = _split(str(source))
+    if parts is None:
         raise ConfigError(
             f"no such directory: the model {str(source)!r}; give a local directory, a GGUF file, "
             "or an id on Hugging Face such as Qwen/Qwen3-0.6B"
         )
-    repository, file = found
+    repository, file = parts
     # Imported here: it takes 0.2 s, and a local directory does not need it.
     from dynamo.llm.model_download import HubModel
 
@@ -211,5 +211,5 @@ def _split(source: str) -> tuple[str, str | None] | None:
         return None
     if _ID.fullmatch(text) and not text.endswith(_GGUF):
         return text, None
-    found = _GGUF_IN_ID.fullmatch(text)
-    return (found[1], found[2]) if found else None
+    match = _GGUF_IN_ID.fullmatch(text)
+    return (match[1], match[2]) if match else None

@@ -153,7 +153,7 @@ class KvEventPublisher:
         """Publish new blocks, a chain under ``parent_hash`` (None: the root).
 
         ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. The first
-        block that has not ``kv_block_size`` tokens, and all after it, are dropped with a warning.
+        block with another size than ``kv_block_size`` and all after it are dropped with a warning.
         With ``is_eagle`` each block is hashed with the token after it, and ``cache_salt`` is the
         cache namespace of the request; both must agree with the router's requests.
         ``medium`` is the storage: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers.
@@ -167,6 +167,7 @@ class KvEventPublisher:
         size = self.kv_block_size
         count = self._complete_blocks(num_block_tokens[: len(block_hashes)])
         local = hash_blocks(
+            # With Eagle the last block is hashed with the token behind it.
             token_ids[: count * size + bool(is_eagle)],
             size,
             seed=seed_for(lora_name, cache_salt),
@@ -212,7 +213,7 @@ class KvEventPublisher:
             self._relay.cancel()
 
     def _complete_blocks(self, num_block_tokens: Iterable[int]) -> int:
-        """Count the blocks before the first that has not ``kv_block_size`` tokens."""
+        """Count the blocks before the first with another size than ``kv_block_size``."""
         count = 0
         for length in num_block_tokens:
             if length != self.kv_block_size:
@@ -308,12 +309,12 @@ class WorkerMetricsPublisher:
 def _sender(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
     """Return the sender that all publishers of a component in this process share."""
     runtime = endpoint.runtime
-    made = _senders.setdefault(runtime, {})
+    senders = _senders.setdefault(runtime, {})
     key = endpoint.path[:2]
-    if key not in made:
-        made[key] = KvEventSender(worker_id, delay_s)
-        runtime.tasks.spawn(connect_kv_events(endpoint, made[key]), name="KV events")
-    return made[key]
+    if key not in senders:
+        senders[key] = KvEventSender(worker_id, delay_s)
+        runtime.tasks.spawn(connect_kv_events(endpoint, senders[key]), name="KV events")
+    return senders[key]
 
 
 def _endpoint(target: Endpoint | Component) -> Endpoint:

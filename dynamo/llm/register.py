@@ -89,7 +89,7 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     card.custom_template_path = _template(custom_template_path)
     card.migration_limit, card.user_data, card.lora_name = migration_limit, user_data, lora_name
     card.model_aliases = list(model_aliases or ())
-    card.needs = [[str(one) for one in group] for group in needs or ()]
+    card.needs = [[str(kind) for kind in group] for group in needs or ()]
     card.router_config = {} if router_config is None else router_config.for_card()
     card.runtime_config = config
     note_block_size(endpoint, "register_model", card.kv_cache_block_size)
@@ -131,10 +131,10 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
     With ``ignore_weights`` only the files that make prompts are downloaded. Raises InvalidArgument.
     """
     try:
-        found = await in_daemon_thread(resolve_model, remote_name, weights=not ignore_weights)
+        model = await in_daemon_thread(resolve_model, remote_name, weights=not ignore_weights)
     except ConfigError as error:
         raise InvalidArgument(error.message) from None
-    return str(found.path)
+    return str(model.path)
 
 
 fetch_llm = fetch_model
@@ -219,8 +219,8 @@ def _add_model(card: ModelCard, weights: bool) -> str:
     Blocking. Raises InvalidArgument.
     """
     try:
-        found = resolve_model(card.source_path, weights=weights)
-        model = found.directory()
+        resolved = resolve_model(card.source_path, weights=weights)
+        model = resolved.directory()
         model.require_worker_files()
         card.context_length = card.context_length or model.context_length
     except ConfigError as error:
@@ -228,7 +228,7 @@ def _add_model(card: ModelCard, weights: bool) -> str:
     template = _content(card.custom_template_path)
     card.checksum = model.checksum(card.model_input, card.kv_cache_block_size, template)
     card.source_path = str(model.path)
-    return found.name
+    return resolved.name
 
 
 def encode_card(card: ModelCard) -> bytes:
@@ -371,7 +371,7 @@ def _tokens_of(chunk: Any) -> list[int]:
     if chunk.get("index") not in (None, 0):
         raise RuntimeError(f"the response has choice index {chunk['index']}, not choice index 0")
     tokens = chunk.get("token_ids") or []
-    if not isinstance(tokens, list) or any(type(one) is not int for one in tokens):
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise RuntimeError(f"the response has invalid token_ids: {tokens!r:.80}")
     reason = chunk.get("finish_reason")
     if reason is not None and not (isinstance(reason, str) and reason):

@@ -106,25 +106,27 @@ class KvRouterConfig:
     ) -> KvRouterConfig:
         """Return a copy with those of the given fields that are not None."""
         overrides["overlap_score_weight"] = overlap_score_weight
-        given: dict[str, Any] = {name: one for name, one in overrides.items() if one is not None}
-        return dataclasses.replace(self, **given)
+        changes: dict[str, Any] = {
+            name: value for name, value in overrides.items() if value is not None
+        }
+        return dataclasses.replace(self, **changes)
 
     def settings(self, **more: Any) -> RouterSettings:
         """Return the router's settings in kv mode; AIConfigurator's are in DYN_AIS_… variables.
 
         Raises ConfigError for a value out of range.
         """
-        given = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
+        values = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
         model = self.router_prefill_load_model
         if isinstance(model, str):
             more["prefill_load_model"] = model
         ais = {name: value for name, value in environ().items() if name.startswith("DYN_AIS_")}
-        made = from_env(RouterSettings, ais, mode="kv", **given, **more)
-        for text in deprecations(made):
+        settings = from_env(RouterSettings, ais, mode="kv", **values, **more)
+        for text in deprecations(settings):
             log.warning("%s", text)
         if isinstance(model, str):
-            return made
-        return dataclasses.replace(made, prefill_load_predictor=model)
+            return settings
+        return dataclasses.replace(settings, prefill_load_predictor=model)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -147,7 +149,9 @@ class LoadThresholdConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of ``RouterSettings``; none without a threshold."""
-        limits = {name: one for name, one in dataclasses.asdict(self).items() if one is not None}
+        limits = {
+            name: limit for name, limit in dataclasses.asdict(self).items() if limit is not None
+        }
         return {"admission_control": "token-capacity", **limits} if limits else {}
 
 
@@ -179,15 +183,15 @@ class RouterConfig:
 
         Raises InvalidArgument for a prefill load model that is a function.
         """
-        made, default = self.settings(), RouterConfig().settings()
-        if made.prefill_load_predictor is not None:
+        settings, default = self.settings(), RouterConfig().settings()
+        if settings.prefill_load_predictor is not None:
             raise InvalidArgument(
                 "router_config: a model's card cannot carry the function given as "
                 "router_prefill_load_model; name a model instead, or configure the frontend"
             )
         return {
             name: value
-            for name, value in dataclasses.asdict(made).items()
+            for name, value in dataclasses.asdict(settings).items()
             if name == "mode" or value != getattr(default, name)
         }
 
@@ -199,14 +203,14 @@ class RouterConfig:
             "active_prefill_tokens_threshold_frac": self.active_prefill_tokens_threshold_frac,
         }
         limited = any(limit is not None for limit in limits.values())
-        made = (self.config or KvRouterConfig()).settings(
+        settings = (self.config or KvRouterConfig()).settings(
             admission_control="token-capacity" if limited else "none",
             session_affinity_ttl_s=self.session_affinity_ttl_secs,
             session_affinity_mode=self.session_affinity_mode,
             enforce_disagg=self.enforce_disagg,
             **limits,
         )
-        return dataclasses.replace(made, mode=str(self.mode))
+        return dataclasses.replace(settings, mode=str(self.mode))
 
 
 _SETTINGS = {

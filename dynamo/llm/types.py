@@ -187,12 +187,12 @@ class MediaFetcher:
 
 def api_types(text: str) -> ModelType:
     """Return the types that ``--endpoint-types`` names, comma separated. Raises ConfigError."""
-    found = ModelType.Empty
+    kinds = ModelType.Empty
     for word in text.split(","):
         if word.strip() not in _API_TYPES:
             raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
-        found |= _API_TYPES[word.strip()]
-    return found
+        kinds |= _API_TYPES[word.strip()]
+    return kinds
 
 
 _API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}

@@ -247,7 +247,9 @@ class ProcessWatch:
         try:
             while True:
                 await asyncio.sleep(self._poll_s)
-                stopped = {each for each in self._processes if process_state(each) in _STOPPED}
+                stopped = {
+                    process for process in self._processes if process_state(process) in _STOPPED
+                }
                 still, before = stopped & before, stopped
                 polls = polls + 1 if still else 0
                 if still:
@@ -319,6 +321,7 @@ class StallWatch:
         if self._question is None:
             self._question = self._tasks.spawn(self._ask(), name="question")
         ticks, runnable = await in_file_thread(cpu_ticks, os.getpid())
+        # Below 0 a process has ended, and its time is missing in the sum.
         idle = 0 <= ticks - self._ticks <= _IDLE_TICKS and not runnable
         self._ticks = ticks
         if not self.problem:

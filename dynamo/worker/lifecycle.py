@@ -132,8 +132,8 @@ def run_workers(workers: Coroutine[Any, Any, None], log: logging.Logger) -> int:
         uvloop.run(workers)
     except ExceptionGroup as failures:
         for failure in leaf_errors(failures):
-            known = isinstance(failure, DynamoError)
-            log.error("%s", failure, exc_info=None if known else failure)
+            expected = isinstance(failure, DynamoError)
+            log.error("%s", failure, exc_info=None if expected else failure)
         return 1
     return 0
 

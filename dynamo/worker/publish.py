@@ -80,6 +80,7 @@ def _size(event: KvEvent) -> int:
     """Return the bytes of the event's hashes."""
     data = event.data
     if type(data) is BlocksStored:
+        # The hashes of blocks and of their tokens: two columns of the same length.
         return 2 * len(data.block_hashes)
     return len(data.block_hashes) if type(data) is BlocksRemoved else 0
 
@@ -228,6 +229,7 @@ class KvEventSender:
             event = event_log.record(change, storage_tier)
             if event is not None:
                 size_bytes = _size(event)
+                # Send what the bound would drop; without a publisher routers ask for it.
                 if self._pending.is_full_for(size_bytes):
                     self._flush()
                 self._pending.add(event, size_bytes)
@@ -240,10 +242,10 @@ class KvEventSender:
 
     def event_log(self, dp_rank: int) -> EventLog:
         """Return the log of ``dp_rank``, created on first use."""
-        found = self.event_logs.get(dp_rank)
-        if found is None:
-            found = self.event_logs[dp_rank] = EventLog(dp_rank)
-        return found
+        event_log = self.event_logs.get(dp_rank)
+        if event_log is None:
+            event_log = self.event_logs[dp_rank] = EventLog(dp_rank)
+        return event_log
 
     def answer(self, stream: ServerStream, payload: bytes) -> None:
         """Handle a request to the ``kv_query`` endpoint."""

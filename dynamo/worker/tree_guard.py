@@ -43,11 +43,13 @@ class TreeGuard:
 
     def update(self) -> None:
         """Name all descendants of this process to the guard, and the shared memory of them all."""
-        found = [each for each in descendants(os.getpid()) if each[0] != self._guard.pid]
-        memory = self._memory | self._new_memory(found)
-        if (found, memory) != (self._sent, self._memory) and self._guard.stdin is not None:
-            self._sent, self._memory = found, memory
-            line = " ".join([*(f"{pid}:{start}" for pid, start in found), *sorted(memory)])
+        processes = [
+            process for process in descendants(os.getpid()) if process[0] != self._guard.pid
+        ]
+        memory = self._memory | self._new_memory(processes)
+        if (processes, memory) != (self._sent, self._memory) and self._guard.stdin is not None:
+            self._sent, self._memory = processes, memory
+            line = " ".join([*(f"{pid}:{start}" for pid, start in processes), *sorted(memory)])
             with contextlib.suppress(BrokenPipeError):
                 self._guard.stdin.write(f"{line}\n".encode())
                 self._guard.stdin.flush()
@@ -81,12 +83,12 @@ def descendants(root: int) -> list[Process]:
             if fields is not None:
                 process = (int(entry.name), int(fields[_START]))
                 children.setdefault(int(fields[_PPID]), []).append(process)
-    found, next_parents = [], [root]
+    processes, next_parents = [], [root]
     while next_parents:
-        below = [each for parent in next_parents for each in children.get(parent, ())]
-        found += below
+        below = [process for parent in next_parents for process in children.get(parent, ())]
+        processes += below
         next_parents = [pid for pid, _ in below]
-    return found
+    return processes
 
 
 def process_state(process: Process) -> str:
@@ -137,9 +139,9 @@ def _kill(processes: list[Process]) -> None:
         fields = _stat(pid)
         if fields is None or int(fields[_START]) != start:
             continue
-        for each, _ in [*descendants(pid), (pid, start)]:
+        for child, _ in [*descendants(pid), (pid, start)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
 
 
 def _main() -> None:
