@@ -55,22 +55,22 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: AttachP
     async def worker() -> None:
         async with _launched(plan) as launched:
             settings = plan.settings
-            found = await wait_until_ready(
+            description = await wait_until_ready(
                 probe, settings.profile, lifecycle, launched, settings.startup_timeout_s
             )
-            if found is None:
+            if description is None:
                 return
-            made = DistributedRuntime(settings=runtime, system=system)
-            async with lifecycle.runtime(made):
-                await made.start()
+            worker_runtime = DistributedRuntime(settings=runtime, system=system)
+            async with lifecycle.runtime(worker_runtime):
+                await worker_runtime.start()
                 log.info(
                     "serving %s (%s) at dyn://%s as %x",
                     plan.target.url,
-                    found.profile.name,
+                    description.profile.name,
                     plan.endpoint,
-                    made.instance_id,
+                    worker_runtime.instance_id,
                 )
-                await AttachWorker(plan, made, probe, found).serve(launched)
+                await AttachWorker(plan, worker_runtime, probe, description).serve(launched)
 
     with closing(probe):
         await lifecycle.run([worker])

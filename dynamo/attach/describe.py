@@ -148,8 +148,8 @@ async def describe(probe: ServerProbe, profile_name: str = "auto") -> ServerDesc
         ServedModel(row["id"], _number(row.get("max_model_len")), routes, bool(row.get("parent")))
         for row in rows
     )
-    found = ServerDescription(profile, models)
-    return await _DETAILS.get(profile.name, _no_details)(probe, found)
+    description = ServerDescription(profile, models)
+    return await _DETAILS.get(profile.name, _no_details)(probe, description)
 
 
 async def _list_models(probe: ServerProbe) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ async def _detect(probe: ServerProbe, rows: list[dict[str, Any]]) -> Profile:
     return PROFILES["openai"]
 
 
-async def _vllm(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+async def _vllm(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
     status, page = await probe.get("/metrics")
     labels: dict[str, str] = {}
     if status == 200:
@@ -205,10 +205,10 @@ async def _vllm(probe: ServerProbe, found: ServerDescription) -> ServerDescripti
     capacity = ServerCapacity(
         _number(labels.get("block_size")), _number(labels.get("num_gpu_blocks"))
     )
-    return replace(found, capacity=capacity)
+    return replace(description, capacity=capacity)
 
 
-async def _sglang(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+async def _sglang(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
     info = await probe.json("/get_server_info") or await probe.json("/server_info")
     info = info if isinstance(info, dict) else {}
     page_size, tokens = _number(info.get("page_size")), _number(info.get("max_total_num_tokens"))
@@ -218,10 +218,12 @@ async def _sglang(probe: ServerProbe, found: ServerDescription) -> ServerDescrip
         _number(info.get("max_running_requests")),
         _number(info.get("max_prefill_tokens")),
     )
-    return _with_length(replace(found, capacity=capacity), _number(info.get("context_length")))
+    return _with_length(
+        replace(description, capacity=capacity), _number(info.get("context_length"))
+    )
 
 
-async def _trtllm(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+async def _trtllm(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
     page = await probe.json("/metrics")
     newest = page[-1] if isinstance(page, list) and page else {}
     cache = newest.get("kvCacheStats") if isinstance(newest, dict) else None
@@ -229,41 +231,41 @@ async def _trtllm(probe: ServerProbe, found: ServerDescription) -> ServerDescrip
     capacity = ServerCapacity(
         _number(cache.get("tokensPerBlock")), _number(cache.get("maxNumBlocks"))
     )
-    return replace(found, capacity=capacity)
+    return replace(description, capacity=capacity)
 
 
-async def _llama_cpp(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+async def _llama_cpp(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
     props = await probe.json("/props")
     props = props if isinstance(props, dict) else {}
     settings = props.get("default_generation_settings")
     length = _number(settings.get("n_ctx")) if isinstance(settings, dict) else None
     capacity = ServerCapacity(max_num_seqs=_number(props.get("total_slots")))
-    return _with_length(replace(found, capacity=capacity), length)
+    return _with_length(replace(description, capacity=capacity), length)
 
 
-async def _ollama(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+async def _ollama(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
     """Ask for each model: an embedding model has no chat, and each has its own length."""
     models = []
-    for model in found.models:
-        shown = await probe.json("/api/show", {"model": model.name})
-        shown = shown if isinstance(shown, dict) else {}
-        info = shown.get("model_info")
+    for model in description.models:
+        details = await probe.json("/api/show", {"model": model.name})
+        details = details if isinstance(details, dict) else {}
+        info = details.get("model_info")
         sizes = info.items() if isinstance(info, dict) else ()
         length = next(
             (_number(size) for key, size in sizes if key.endswith(".context_length")), None
         )
-        abilities = shown.get("capabilities")
+        abilities = details.get("capabilities")
         routes = model.routes
         if isinstance(abilities, list) and "completion" not in abilities:
             routes = tuple(route for route in routes if route == "/v1/embeddings") or routes
         elif isinstance(abilities, list):
             routes = tuple(route for route in routes if route != "/v1/embeddings") or routes
         models.append(replace(model, context_length=length, routes=routes))
-    return replace(found, models=tuple(models))
+    return replace(description, models=tuple(models))
 
 
-async def _no_details(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
-    return found
+async def _no_details(probe: ServerProbe, description: ServerDescription) -> ServerDescription:
+    return description
 
 
 _DETAILS: dict[str, Callable[[ServerProbe, ServerDescription], Awaitable[ServerDescription]]] = {
@@ -275,11 +277,12 @@ _DETAILS: dict[str, Callable[[ServerProbe, ServerDescription], Awaitable[ServerD
 }
 
 
-def _with_length(found: ServerDescription, length: int | None) -> ServerDescription:
+def _with_length(description: ServerDescription, length: int | None) -> ServerDescription:
     models = (
-        replace(model, context_length=model.context_length or length) for model in found.models
+        replace(model, context_length=model.context_length or length)
+        for model in description.models
     )
-    return replace(found, models=tuple(models))
+    return replace(description, models=tuple(models))
 
 
 def _has(page: Any, field: str) -> bool:

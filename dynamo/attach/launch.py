@@ -64,6 +64,7 @@ class LaunchedServer:
 
     def start(self) -> None:
         """Start it. Raises OSError if Python itself cannot be started."""
+        # Before the start: processes that outlive the launcher become children of this one.
         become_subreaper()
         loop = asyncio.get_running_loop()
         self._started_s = loop.time()
@@ -76,6 +77,7 @@ class LaunchedServer:
             stderr=self._output.write_fd,
             start_new_session=True,  # Ctrl-C at a terminal reaches the worker alone, which drains
         )
+        # The child has a copy: with one here, too, the pipe would never end.
         self._output.close_write_end()
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._on_exit)
@@ -86,8 +88,9 @@ class LaunchedServer:
         status = self._process.returncode
         how, error = f"exited with status {status}", cause_in(self._tail)
         if status > 128 or status < 0:
+            # The launcher returns 128 + the signal; Popen returns its own as a negative number.
             number = status - 128 if status > 128 else -status
-            names = {one.value: one.name for one in signal.Signals}
+            names = {signum.value: signum.name for signum in signal.Signals}
             how, error = f"was ended by {names.get(number, f'signal {number}')}", ""
         lived_s = asyncio.get_running_loop().time() - self._started_s
         lines = "".join(f"\n  {line}" for line in self._tail) or " (none)"

@@ -35,13 +35,16 @@ _NOT_FOUND = 127
 def main(argv: Sequence[str]) -> int:
     """Return the exit status of the server, or 128 + its signal."""
     parent, command = int(argv[0]), list(argv[1:])
+    # First: a signal that arrives from here on waits for sigtimedwait().
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     become_subreaper()
+    # The worker may have died before the kernel was asked.
     if not die_with_parent(signal.SIGTERM, parent):
         return 128 + signal.SIGTERM
     here = os.getpid()
 
     def before_exec() -> None:
+        # The mask survives exec(): the server would never receive its SIGTERM.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         if not die_with_parent(signal.SIGKILL, here):
             os._exit(128 + signal.SIGKILL)
@@ -61,6 +64,7 @@ def _watch(server: int, parent: int) -> int:
     """Return the status of ``server`` at its end, or at the deadline of a stop."""
     deadline_s: float | None = None
     while True:
+        # Any time: without a stop the wait begins again.
         left_s = 3600.0 if deadline_s is None else deadline_s - time.monotonic()
         received = signal.sigtimedwait(_WATCHED, max(0.0, left_s))
         status = reap(server)

@@ -87,6 +87,7 @@ class ModelNames:
         if not self._renamed:
             return target
         path, mark, query = target.partition("?")
+        # From the end: positions before a replaced part stay valid.
         for begin, end in sorted(spans, reverse=True):
             path = path[:begin] + self._quoted(path[begin:end]) + path[end:]
         fields = query.split("&")

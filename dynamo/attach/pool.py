@@ -206,6 +206,7 @@ class ConnectionPool:
         self._sweep_timer = None
         limit = asyncio.get_running_loop().time() - self.response_timeout_s
         for request in tuple(self.active):
+            # A paused request waits for its client, not for the server.
             if request.active_s < limit and not request.paused:
                 request.time_out()
         if self.active:
@@ -239,6 +240,7 @@ class ClientRequest:
                 self._connection = connection
                 connection.send(self, self._message)
                 return
+        # What ends a new connection is no idle timeout: such a request is not sent again.
         self._retried = True
         self._pool.connect(self)
 
@@ -308,6 +310,7 @@ class ClientRequest:
 
     def time_out(self) -> None:
         """End the request: the server is silent for too long."""
+        # Before cancel(), which forgets the sink.
         sink, seconds = self._sink, self._pool.response_timeout_s
         self.cancel()
         if sink is not None:

@@ -31,17 +31,17 @@ def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> 
         # One digit more than a rank has: a longer number is no rank, and int() refuses the longest.
         rank = int(number[: _RANK_DIGITS + 1]) if is_number else 0
         if rank < _MAX_RANKS and 0 <= value < math.inf:
-            found = ranks.setdefault(rank, {})
-            found[name] = max(value, found.get(name, 0.0))
+            values = ranks.setdefault(rank, {})
+            values[name] = max(value, values.get(name, 0.0))
     return [_rank_load(rank, ranks[rank], names, total_blocks) for rank in sorted(ranks)]
 
 
 def _rank_load(
-    rank: int, found: dict[str, float], names: LoadNames, total_blocks: int | None
+    rank: int, values: dict[str, float], names: LoadNames, total_blocks: int | None
 ) -> KvMetrics:
     running, waiting, usage = (
-        next((found[name] for name in each if name in found), None)
-        for each in (names.running, names.waiting, names.usage)
+        next((values[name] for name in metric_names if name in values), None)
+        for metric_names in (names.running, names.waiting, names.usage)
     )
     used = None if usage is None or not total_blocks else round(min(usage, 1.0) * total_blocks)
     return KvMetrics(
@@ -218,22 +218,26 @@ def offered_routes(openapi: object) -> tuple[str, ...]:
     paths = openapi.get("paths") if isinstance(openapi, dict) else None
     if not isinstance(paths, dict):
         return ()
-    found = []
+    routes = []
     for path, methods in paths.items():
         own = path in _NOT_OFFERED or path.startswith("/v1/models/")
         offered = path.startswith("/v1/") or path in _TOKENIZER_PATHS
         if own or not offered or not isinstance(methods, dict):
             continue
         if "post" in methods and "{" not in path:
-            found.append(path)
-        names = (one for one in methods if isinstance(one, str) and (one != "post" or "{" in path))
-        found += RoutePatterns(f"{one.upper()} {path}" for one in names).routes
-    return tuple(sorted(found))
+            routes.append(path)
+        names = (
+            method
+            for method in methods
+            if isinstance(method, str) and (method != "post" or "{" in path)
+        )
+        routes += RoutePatterns(f"{method.upper()} {path}" for method in names).routes
+    return tuple(sorted(routes))
 
 
 def model_type_of(routes: tuple[str, ...]) -> ModelType:
     """Return the APIs that ``routes`` are; Chat and Completions if none is known."""
-    found = ModelType.Empty
+    kinds = ModelType.Empty
     for route in routes:
-        found |= _TYPES.get(route, ModelType.Empty)
-    return found or ModelType.Chat | ModelType.Completions
+        kinds |= _TYPES.get(route, ModelType.Empty)
+    return kinds or ModelType.Chat | ModelType.Completions

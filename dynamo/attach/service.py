@@ -95,11 +95,11 @@ class AttachService:
         path = request.path.partition("?")[0]
         if request.method == "POST" and path in self.routes:
             return self.names.rewrite_target(request.path, ())
-        found = self.patterns.find(request.method, path)
-        if found is None:
+        match = self.patterns.find(request.method, path)
+        if match is None:
             offered = f"{request.method} {path}"
             raise HttpFailure(f"the server of this model does not offer {offered!r:.100}", 404)
-        return self.names.rewrite_target(request.path, found.spans)
+        return self.names.rewrite_target(request.path, match.spans)
 
 
 class RelayedRequest:
@@ -133,6 +133,7 @@ class RelayedRequest:
 
     def cancelled(self, kind: CancelKind) -> None:
         """Close the connection to the server: it stops computing."""
+        # Neither sent nor queued any more: it has ended.
         if not self._started and not self._service.admission.withdraw(self.start):
             return
         if self._request is not None:
@@ -194,6 +195,7 @@ def request_message(target: Target, request: HttpRequest, body: bytes) -> bytes:
         lines.append(f"content-length: {len(body)}")
     text = "\r\n".join(lines)
     ends = len(lines) - 1
+    # Every line end is one of ours: another could begin a second request.
     if text.count("\r") != ends or text.count("\n") != ends or lines[0].count(" ") != 2:
         raise InvalidArgument("path or headers have a line end or a space where HTTP allows none")
     try:

@@ -62,9 +62,9 @@ async def wait_until_ready(
     phase, logged_s = "", started_s - _PROGRESS_S
     while True:
         try:
-            found = await describe(probe, profile_name)
+            description = await describe(probe, profile_name)
             # A signal that arrived just now finds no runtime to shut down.
-            return None if lifecycle.stopping.is_set() else found
+            return None if lifecycle.stopping.is_set() else description
         except ServerUnreachable as error:
             now_phase = "loading" if isinstance(error, ServerLoading) else "not reachable"
             reason = str(error)
@@ -128,6 +128,7 @@ class ServerMonitor:
             except EngineShutdown as error:
                 log.debug("no further polls: %s", error)
                 return
+            # Ask again without a pause: the next answer decides whether the server is down.
             if self.is_up and self._slow:
                 continue
             try:
@@ -367,8 +368,8 @@ def _sum(states: Sequence[KvMetrics]) -> KvMetrics:
     """The load of all ranks as that of one: the router cannot choose among them."""
 
     def total(values: Iterable[int | None]) -> int | None:
-        known = [value for value in values if value is not None]
-        return sum(known) if known else None
+        reported = [value for value in values if value is not None]
+        return sum(reported) if reported else None
 
     return KvMetrics(
         worker_id=0,

@@ -51,12 +51,12 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerP
         startup_s = number * delay_s + (plan.mocker.startup_time_s or 0.0)
         if not await lifecycle.wait(startup_s):
             return
-        made = _runtime(runtime, system, metrics, number)
-        async with lifecycle.runtime(made):
-            await made.start()
+        worker_runtime = _runtime(runtime, system, metrics, number)
+        async with lifecycle.runtime(worker_runtime):
+            await worker_runtime.start()
             log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
-                      made.instance_id)  # fmt: skip
-            await MockerWorker(plan, made, number).serve()
+                      worker_runtime.instance_id)  # fmt: skip
+            await MockerWorker(plan, worker_runtime, number).serve()
 
     await lifecycle.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
     log.info("exited")

@@ -39,9 +39,9 @@ def with_extra_arguments(settings: MockerSettings) -> MockerSettings:
     unknown = sorted(key for key in extra if key.replace("-", "_") not in names)
     if unknown:
         raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known are {', '.join(names)}")
-    given: dict[str, Any] = dataclasses.asdict(settings)
-    given.update((names[key.replace("-", "_")], value) for key, value in extra.items())
-    return from_env(MockerSettings, {}, **given)
+    values: dict[str, Any] = dataclasses.asdict(settings)
+    values.update((names[key.replace("-", "_")], value) for key, value in extra.items())
+    return from_env(MockerSettings, {}, **values)
 
 
 def engine_shape(settings: MockerSettings) -> EngineShape:
@@ -94,20 +94,20 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
 
 def event_ports(settings: MockerSettings) -> list[int]:
     """Return the first port of each worker for engine events, none without. Raises ConfigError."""
-    given = settings.zmq_kv_events_ports
-    if given is None:
+    text = settings.zmq_kv_events_ports
+    if text is None:
         return []
-    words, ranks = given.split(","), settings.data_parallel_size
+    words, ranks = text.split(","), settings.data_parallel_size
     ports = [int(word) for word in words if word.strip().isdecimal()]
     if len(ports) != settings.num_workers or len(ports) != len(words):
         raise ConfigError(
-            f"--zmq-kv-events-ports {given}: needs one port for each of --num-workers "
+            f"--zmq-kv-events-ports {text}: needs one port for each of --num-workers "
             f"{settings.num_workers}, separated by commas"
         )
     taken = [port + rank for port in ports for rank in range(ranks)]
     if min(taken) < 1 or max(taken) > _MAX_PORT or len(set(taken)) < len(taken):
         raise ConfigError(
-            f"--zmq-kv-events-ports {given}: each worker takes {ranks} ports from its own on, of 1 "
+            f"--zmq-kv-events-ports {text}: each worker takes {ranks} ports from its own on, of 1 "
             f"to {_MAX_PORT}, and no two the same; choose others"
         )
     return ports

@@ -131,23 +131,23 @@ class BlockPool:
         """
         if not self.prefix_caching:
             return 0, 0
-        found = used = 0
+        count = used = 0
         for block_hash in blocks.sequence_hashes[: (len(blocks.tokens) - 1) // self.block_size]:
             if block_hash in self._active:
                 used += 1
             elif block_hash not in self._idle and block_hash not in self._host:
                 break
-            found += 1
-        return found, used
+            count += 1
+        return count, used
 
     def reuse(self, blocks: SequenceBlocks, count: int) -> None:
         """Add the first ``count`` blocks, which :meth:`cached_prefix` found, to ``blocks``."""
-        found = blocks.sequence_hashes[:count]
-        absent = [h for h in found if h not in self._active] if self._host else []
+        hashes = blocks.sequence_hashes[:count]
+        absent = [h for h in hashes if h not in self._active] if self._host else []
         if absent:
             self._fill(blocks, count, absent)
             return
-        for block_hash in found:
+        for block_hash in hashes:
             self._reference(block_hash)
         blocks.full = count
 

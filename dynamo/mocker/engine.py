@@ -348,6 +348,7 @@ class EngineRank:
 
     def abort(self, sequence: Sequence) -> None:
         """Remove ``sequence`` and free its blocks."""
+        # Its blocks are free: a waiting sequence may start.
         self.scheduler.abort(sequence)
         self._work.set()
 

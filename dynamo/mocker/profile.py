@@ -73,34 +73,34 @@ class ProfiledSpeed:
 
 def read_speed(path: str) -> ProfiledSpeed:
     """Read a profile. Raises ConfigError with the name of what is wrong."""
-    given = Path(path)
-    if not given.is_dir():
-        found = _arrays(given)
-        isl, ttft = _curve(given, found, "prefill_isl", "prefill_ttft_ms")
-        kv_tokens = _ascending(given, found, "decode_active_kv_tokens")
-        contexts = _ascending(given, found, "decode_context_length")
-        itl = _array(given, found, "decode_itl")
+    source = Path(path)
+    if not source.is_dir():
+        arrays = _arrays(source)
+        isl, ttft = _curve(source, arrays, "prefill_isl", "prefill_ttft_ms")
+        kv_tokens = _ascending(source, arrays, "decode_active_kv_tokens")
+        contexts = _ascending(source, arrays, "decode_context_length")
+        itl = _array(source, arrays, "decode_itl")
         if itl.shape != (kv_tokens.size, contexts.size):
             raise ConfigError(
-                f"{FLAG} {given}: decode_itl must have {kv_tokens.size} rows of {contexts.size}, "
+                f"{FLAG} {source}: decode_itl must have {kv_tokens.size} rows of {contexts.size}, "
                 f"has the shape {itl.shape}"
             )
         return _speed(isl, ttft, kv_tokens, contexts, itl)
-    prefill, decode = _one_of(given, _PREFILL), _one_of(given, _DECODE)
+    prefill, decode = _one_of(source, _PREFILL), _one_of(source, _DECODE)
     isl, ttft = _curve(prefill, _arrays(prefill), "prefill_isl", "prefill_ttft")
-    found = _arrays(decode)
-    columns = [_array(decode, found, name).ravel() for name in ("x_kv_usage", "y_context_length")]
-    itl = _array(decode, found, "z_itl", finite=False).ravel()
+    arrays = _arrays(decode)
+    columns = [_array(decode, arrays, name).ravel() for name in ("x_kv_usage", "y_context_length")]
+    itl = _array(decode, arrays, "z_itl", finite=False).ravel()
     if len({itl.size, *(column.size for column in columns)}) != 1:
         raise ConfigError(
             f"{FLAG} {decode}: x_kv_usage, y_context_length and z_itl differ in length"
         )
-    capacity = float(_array(decode, found, "max_kv_tokens").ravel()[0])
-    known = np.isfinite(itl)
-    if not known.any() or capacity < 1:
+    capacity = float(_array(decode, arrays, "max_kv_tokens").ravel()[0])
+    finite = np.isfinite(itl)
+    if not finite.any() or capacity < 1:
         raise ConfigError(f"{FLAG} {decode}: needs z_itl of a point and max_kv_tokens above 0")
-    usage, context = (column[known] for column in columns)
-    return _speed(isl, ttft, *_grid(usage * capacity, context, itl[known]))
+    usage, context = (column[finite] for column in columns)
+    return _speed(isl, ttft, *_grid(usage * capacity, context, itl[finite]))
 
 
 def _speed(
@@ -117,9 +117,11 @@ def _grid(kv_tokens: _Array, context: _Array, itl: _Array) -> tuple[_Array, _Arr
         np.linspace(axis.min(), axis.max(), GRID if np.ptp(axis) else 1)
         for axis in (kv_tokens, context)
     )
+    # All points may lie on one line: an extent of 0 would divide by it.
     span = np.ptp(kv_tokens) or 1.0, np.ptp(context) or 1.0
     down = (rows[:, None] - kv_tokens) / span[0]
     right = (columns[:, None] - context) / span[1]
+    # Never 0, also where a cell lies on a profiled point.
     distance = down[:, None, :] ** 2 + right[None, :, :] ** 2 + 1e-12
     count = min(_NEIGHBOURS, itl.size)
     nearest = np.argpartition(distance, count - 1, axis=2)[:, :, :count]
@@ -151,10 +153,10 @@ def _one_of(directory: Path, names: tuple[str, ...]) -> Path:
 def _arrays(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".json":
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
                 raise ValueError("no JSON object")
-            return found
+            return content
         with np.load(path, allow_pickle=False) as archive:
             return dict(archive)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -164,11 +166,11 @@ def _arrays(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _array(path: Path, found: dict[str, Any], name: str, finite: bool = True) -> _Array:
-    if name not in found:
+def _array(path: Path, arrays: dict[str, Any], name: str, finite: bool = True) -> _Array:
+    if name not in arrays:
         raise ConfigError(f"{FLAG} {path}: has no {name}")
     try:
-        array = np.atleast_1d(np.asarray(found[name], dtype=float))
+        array = np.atleast_1d(np.asarray(arrays[name], dtype=float))
     except (TypeError, ValueError):
         raise ConfigError(f"{FLAG} {path}: {name} must be numbers") from None
     if not array.size or (finite and not np.all(np.isfinite(array) & (array >= 0))):
@@ -176,16 +178,16 @@ def _array(path: Path, found: dict[str, Any], name: str, finite: bool = True) ->
     return array
 
 
-def _ascending(path: Path, found: dict[str, Any], name: str) -> _Array:
-    array = _array(path, found, name).ravel()
+def _ascending(path: Path, arrays: dict[str, Any], name: str) -> _Array:
+    array = _array(path, arrays, name).ravel()
     if np.any(np.diff(array) <= 0):
         raise ConfigError(f"{FLAG} {path}: {name} must ascend")
     return array
 
 
-def _curve(path: Path, found: dict[str, Any], x: str, y: str) -> tuple[_Array, _Array]:
+def _curve(path: Path, arrays: dict[str, Any], x: str, y: str) -> tuple[_Array, _Array]:
     """Return a curve in ascending order of ``x``, one point for each value of it."""
-    along, values = _array(path, found, x).ravel(), _array(path, found, y).ravel()
+    along, values = _array(path, arrays, x).ravel(), _array(path, arrays, y).ravel()
     if along.size != values.size:
         raise ConfigError(f"{FLAG} {path}: {x} has {along.size} values, {y} has {values.size}")
     ascending, first = np.unique(along, return_index=True)

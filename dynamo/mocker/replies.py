@@ -68,17 +68,17 @@ def _read(path: str) -> list[ScriptLine]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--reply-script {path}: can't be read: {error}") from None
-    found = []
+    script = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(msgspec.json.decode(line, type=ScriptLine))
+                script.append(msgspec.json.decode(line, type=ScriptLine))
             except msgspec.DecodeError as error:
                 raise ConfigError(
                     f"--reply-script {path}, line {number}: {error}; each line is an object "
                     'like {"reply": "text", "match": "part of the prompt"}'
                 ) from None
-    return found
+    return script
 
 
 class Reply(NamedTuple):
@@ -104,8 +104,8 @@ def sequence_reply(prompt: Tokens, max_tokens: int, seed: int | None = None) -> 
     """
     # The tokens are the digits of a number to the base 2^32, the next one the most significant.
     total = int.from_bytes(prompt.tobytes(), "little") % _PRIME
-    place = pow(1 << 32, len(prompt), _PRIME)
-    return Reply(_sequence(total, place, seed or 0), max_tokens, "length")
+    weight = pow(1 << 32, len(prompt), _PRIME)
+    return Reply(_sequence(total, weight, seed or 0), max_tokens, "length")
 
 
 def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = None) -> Reply:
@@ -159,23 +159,23 @@ def _after_header(turn: Tokens, begun: Tokens) -> Tokens:
 def _common(turn: Tokens, begun: Tokens, start: tuple[int, int]) -> tuple[int, int] | None:
     """Return the places behind the first token that both have near ``start``."""
     near = begun[start[1] : start[1] + _HEADER_TOKENS]
-    for place, token in enumerate(turn[start[0] : start[0] + _HEADER_TOKENS], start[0] + 1):
+    for index, token in enumerate(turn[start[0] : start[0] + _HEADER_TOKENS], start[0] + 1):
         if token in near:
-            return place, start[1] + near.index(token) + 1
+            return index, start[1] + near.index(token) + 1
     return None
 
 
 def _equal(turn: Tokens, begun: Tokens, start: tuple[int, int]) -> tuple[int, int]:
     """Return the places behind the tokens that are the same in both from ``start`` on."""
-    place, begun_place = start
-    while place < len(turn) and begun_place < len(begun) and turn[place] == begun[begun_place]:
-        place, begun_place = place + 1, begun_place + 1
-    return place, begun_place
+    index, begun_index = start
+    while index < len(turn) and begun_index < len(begun) and turn[index] == begun[begun_index]:
+        index, begun_index = index + 1, begun_index + 1
+    return index, begun_index
 
 
-def _sequence(total: int, place: int, seed: int) -> Iterator[int]:
+def _sequence(total: int, weight: int, seed: int) -> Iterator[int]:
     while True:
         token = _VOCABULARY[(total + seed) % _PRIME % len(_VOCABULARY)]
         yield token
-        total = (total + token * place) % _PRIME
-        place = (place << 32) % _PRIME
+        total = (total + token * weight) % _PRIME
+        weight = (weight << 32) % _PRIME

@@ -199,8 +199,8 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             blocks = sequence.blocks
-            found, used = self.pool.cached_prefix(blocks)
-            missing = len(blocks.tokens) - found * self.pool.block_size
+            cached, used = self.pool.cached_prefix(blocks)
+            missing = len(blocks.tokens) - cached * self.pool.block_size
             if not self.limits.chunked_prefill and missing > budget and batch.producing:
                 return
             needed = -(-len(blocks.tokens) // self.pool.block_size) - used  # blocks, rounded up
@@ -211,8 +211,8 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.running = True
-            self.pool.reuse(blocks, found)
-            sequence.computed = found * self.pool.block_size
+            self.pool.reuse(blocks, cached)
+            sequence.computed = cached * self.pool.block_size
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             if sequence.transferred and self._allocate_transfer(sequence):

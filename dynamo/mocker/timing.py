@@ -87,5 +87,5 @@ def decode_ms(usage: float) -> float:
 def cached_tokens(prefill_result: Mapping[str, Any]) -> int | None:
     """Return the prompt tokens that the prefill worker found cached; None if it does not say."""
     details = prefill_result.get("prompt_tokens_details")
-    found = details.get("cached_tokens") if isinstance(details, Mapping) else None
-    return found if isinstance(found, int) else None
+    tokens = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return tokens if isinstance(tokens, int) else None

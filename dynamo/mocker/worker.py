@@ -317,7 +317,7 @@ class MockerWorker:
         if not self.publishes_events:
             return
         for tier, group in groupby(changes, key=attrgetter("storage_tier")):
-            self.events.record(dp_rank, [each.change for each in group], tier)
+            self.events.record(dp_rank, [change.change for change in group], tier)
         if self._sockets is not None:
             self._sockets.publish(dp_rank, changes)
 

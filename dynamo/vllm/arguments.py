@@ -43,12 +43,12 @@ def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
     ``modules`` are ``name=path`` or JSON objects with ``name`` and ``path``, as vLLM's server takes
     them. Raises ConfigError for another form, a name used twice, or a directory without an adapter.
     """
-    found: dict[str, str] = {}
+    loras: dict[str, str] = {}
     for text in modules:
         name, path = _parse(text)
         if problem := name_problem(name):
             raise ConfigError(f"--lora-modules: the name {name!r} {problem}")
-        if name == model_name or name in found:
+        if name == model_name or name in loras:
             raise ConfigError(
                 f"--lora-modules: the name {name!r} is used twice; give each adapter its own"
             )
@@ -58,8 +58,8 @@ def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
                 f"--lora-modules {name}={path}: the directory has no {_CONFIG}; give the local "
                 "directory of the adapter"
             )
-        found[name] = str(directory.resolve())
-    return found
+        loras[name] = str(directory.resolve())
+    return loras
 
 
 def _parse(text: str) -> tuple[str, str]:
@@ -96,12 +96,13 @@ def find_model(source: str, engine_argv: Sequence[str]) -> tuple[str, ModelDirec
 
 def flag_value(argv: Sequence[str], flag: str) -> str | None:
     """Return the last value of ``flag``, which vLLM also takes with underscores."""
-    found = None
+    last = None
     for index, word in enumerate(argv):
         name, joined, value = word.partition("=")
         if name.replace("_", "-") == flag:
-            found = value if joined else "".join(argv[index + 1 : index + 2])
-    return found
+            # As argparse: the last one counts, its value behind "=" or in the next word.
+            last = value if joined else "".join(argv[index + 1 : index + 2])
+    return last
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,14 @@ def parse(argv: Sequence[str] | None = None, epilog: str | None = None) -> VllmA
 
 def _reasoning_parser(argv: Sequence[str]) -> str | None:
     """Our name of the format that ``--reasoning-parser`` gives to vLLM, whose grammars need it."""
-    given = flag_value(argv, "--reasoning-parser")
-    name = REASONING_ALIASES.get(given, given) if given else None
+    engine_name = flag_value(argv, "--reasoning-parser")
+    name = REASONING_ALIASES.get(engine_name, engine_name) if engine_name else None
     if name is None or name in REASONING_PARSERS:
         return name
     log.warning(
         "--reasoning-parser %s: the frontend has no format of this name, so it does not tell "
         "reasoning from content; --dyn-reasoning-parser names one of %s",
-        given,
+        engine_name,
         ", ".join(REASONING_PARSERS),
     )
     return None

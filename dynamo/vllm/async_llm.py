@@ -152,9 +152,9 @@ class AsyncLLMEngine:
 
     async def add_lora(self, name: str, path: str) -> None:
         """See ``Engine``."""
-        made = self._params.new_lora(name, path)
-        await self._llm.add_lora(made)
-        self._params.loras[name] = made
+        adapter = self._params.new_lora(name, path)
+        await self._llm.add_lora(adapter)
+        self._params.loras[name] = adapter
 
     async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""
@@ -216,10 +216,11 @@ def _step(output: Any, logprobs: int | None) -> EngineStep:
 def _rows(done: Any, alternatives: int) -> tuple[Any, Any]:
     """Return arrays of ids and log probabilities, the sampled token first in each row."""
     ids, values = [], []
-    for token_id, found in zip(done.token_ids, done.logprobs or (), strict=False):
-        top = sorted(found.items(), key=lambda item: item[1].rank)[:alternatives]
-        ids.append([token_id, *(each for each, _ in top)])
-        values.append([found[token_id].logprob, *(entry.logprob for _, entry in top)])
+    for token_id, entries in zip(done.token_ids, done.logprobs or (), strict=False):
+        # vLLM adds the sampled token to the alternatives: cut to as many as were asked for.
+        top = sorted(entries.items(), key=lambda item: item[1].rank)[:alternatives]
+        ids.append([token_id, *(top_id for top_id, _ in top)])
+        values.append([entries[token_id].logprob, *(entry.logprob for _, entry in top)])
     return np.array(ids), np.array(values)
 
 
@@ -229,6 +230,7 @@ def _info(config: Any, max_images: int) -> EngineInfo:
         driver="AsyncLLM",
         version=__version__,
         block_size=cache.block_size,
+        # vLLM's number is that of all ranks.
         blocks=(cache.num_gpu_blocks or 0) // ranks,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,

@@ -28,8 +28,8 @@ def problem(argv: Sequence[str]) -> str:
             read_engine_args(arguments, arguments.worker.model_path or "", "")
     except SystemExit:
         lines = output.getvalue().strip().splitlines()
-        found = next((line for line in lines if ": error: " in line), "".join(lines[-1:]))
-        return found.rpartition(": error: ")[2]
+        refusal = next((line for line in lines if ": error: " in line), "".join(lines[-1:]))
+        return refusal.rpartition(": error: ")[2]
     except DynamoError as error:
         return error.message
     return ""
@@ -38,8 +38,8 @@ def problem(argv: Sequence[str]) -> str:
 def main() -> int:
     """Return the exit status, 0."""
     commands: dict[str, list[str]] = json.load(sys.stdin)
-    found = {name: text for name, argv in commands.items() if (text := problem(argv))}
-    sys.stdout.write(json.dumps(found) + "\n")
+    problems = {name: text for name, argv in commands.items() if (text := problem(argv))}
+    sys.stdout.write(json.dumps(problems) + "\n")
     return 0
 
 

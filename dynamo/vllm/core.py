@@ -80,8 +80,8 @@ class EngineMetrics:
         """Record a step that produced ``tokens`` and ended ``prefills`` (vLLM's statistics)."""
         step = IterationStats()
         step.num_generation_tokens = tokens
-        for each in prefills:
-            step.prompt_token_stats.update_from_output(each)
+        for prefill in prefills:
+            step.prompt_token_stats.update_from_output(prefill)
         self._logger.record(stats, step, engine_idx=rank)
 
     def text(self) -> str:
@@ -146,10 +146,10 @@ class CoreEngine:
             work = self._or_reject(self._prepare, number, request, dp_rank)
             self._tasks.spawn(work, name="prepare a request")
         else:
-            made = self._request(request, number, self._make_params(request), dp_rank)
-            self._requests.learn(request, made)
+            engine_request = self._request(request, number, self._make_params(request), dp_rank)
+            self._requests.learn(request, engine_request)
             self._sinks[number] = sink
-            self._post(made)
+            self._post(engine_request)
         return number
 
     def pass_tokens(
@@ -218,14 +218,14 @@ class CoreEngine:
 
     async def add_lora(self, name: str, path: str) -> None:
         """See ``Engine``. Raises EngineFailure if vLLM cannot load it."""
-        made = self._params.new_lora(name, path)
+        adapter = self._params.new_lora(name, path)
         try:
-            await self._client.add_lora_async(made)
+            await self._client.add_lora_async(adapter)
         except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
             raise EngineFailure(
                 f"the adapter {name!r} in {path} cannot be loaded: {error}"
             ) from None
-        self._params.loras[name] = made
+        self._params.loras[name] = adapter
 
     async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""
@@ -233,7 +233,7 @@ class CoreEngine:
 
     def _request(
         self,
-        given: PreprocessedRequest,
+        request: PreprocessedRequest,
         number: str,
         params: SamplingParams | PoolingParams,
         rank: int | None,
@@ -244,13 +244,13 @@ class CoreEngine:
         A structured output compiles its grammar here, and bad words are tokenized, which takes
         milliseconds. ``prompt`` is the processed one of a request with images.
         """
-        routing = given.routing
+        routing = request.routing
         if prompt is None:
-            prompt = {"type": "token", "prompt_token_ids": given.token_ids.tolist()}
+            prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist()}
             if routing is not None and routing.cache_namespace is not None:
                 prompt["cache_salt"] = routing.cache_namespace
         try:
-            made = self._processor.process_inputs(
+            engine_request = self._processor.process_inputs(
                 number,
                 prompt,
                 params,
@@ -262,8 +262,8 @@ class CoreEngine:
             )
         except CLIENT_ERRORS as error:
             raise InvalidArgument(str(error)) from None
-        made.external_req_id = number
-        return made
+        engine_request.external_req_id = number
+        return engine_request
 
     def _post(self, item: EngineCoreRequest | str) -> None:
         """Queue a request, or the id of one to abort; bounded by the worker's admission."""
@@ -277,10 +277,10 @@ class CoreEngine:
         """
         turn = self._tokenizing if request.sampling_options.bad_words else nullcontext()
         async with turn:
-            made = await in_input_thread(self._prepared, request, number, rank)
-        self._requests.learn(request, made)
+            engine_request = await in_input_thread(self._prepared, request, number, rank)
+        self._requests.learn(request, engine_request)
         if number in self._sinks:
-            self._post(made)
+            self._post(engine_request)
 
     def _prepared(
         self, request: PreprocessedRequest, number: str, rank: int | None
@@ -293,11 +293,11 @@ class CoreEngine:
         inputs = await self._images.process(request)
         tokens = len(inputs["prompt_token_ids"])
         check_context(tokens, self.info.context_length)
-        made = await in_input_thread(self._request, request, number, params, rank, inputs)
+        engine_request = await in_input_thread(self._request, request, number, params, rank, inputs)
         sink = self._sinks.get(number)
         if sink is not None:
             sink.on_images(tokens, expansions(request.token_ids, inputs))
-            self._post(made)
+            self._post(engine_request)
 
     async def _or_reject(self, work: Callable[..., Awaitable[None]], number: str, *of: Any) -> None:
         """Await ``work``; whatever it raises ends its request, which nothing else would."""
@@ -321,6 +321,7 @@ class CoreEngine:
                 item = outbox.popleft()
                 if isinstance(item, str):
                     await client.abort_requests_async([item])
+                # A request that was aborted in the outbox is not sent at all.
                 elif item.request_id in self._sinks:
                     await self._add(item)
 
@@ -336,8 +337,10 @@ class CoreEngine:
         while True:
             outputs = await client.get_output_async()
             self._messages += 1
+            # Tokens that went straight to their streams count for this step, too.
             tokens, self._plain.count, prefills = self._plain.count, 0, []
             if outputs.outputs:
+                # Read now, and passed on below: plain tokens of later messages may follow.
                 self._plain.read += 1
             for output in outputs.outputs:
                 tokens += len(output.new_token_ids)
@@ -368,8 +371,8 @@ class CoreEngine:
     def _cause(self) -> str:
         manager = self._client.resources.engine_manager
         ended = {} if manager is None else manager.finished_procs()
-        found = ", ".join(f"{name} exited with status {code}" for name, code in ended.items())
-        return found or "see the engine's log above"
+        exits = ", ".join(f"{name} exited with status {code}" for name, code in ended.items())
+        return exits or "see the engine's log above"
 
 
 def _info(config: Any, client: Any, max_images: int) -> EngineInfo:

@@ -69,21 +69,21 @@ class _EmbeddingResponse:
             rank = request.routing.dp_rank
         if not request.token_ids:
             self.fail(InvalidArgument("'token_ids' has no inputs"))
-        for place, ids in enumerate(request.token_ids):
+        for index, ids in enumerate(request.token_ids):
             if self._ended:
                 return
-            one = PreprocessedRequest(
+            single = PreprocessedRequest(
                 request.model, ids, routing=request.routing, extra_args=options
             )
             try:
-                self._running[place] = self._engine.submit(one, _Input(self, place), rank)
+                self._running[index] = self._engine.submit(single, _Input(self, index), rank)
             except DynamoError as error:
                 self.fail(error)
 
-    def add(self, place: int, vector: bytes) -> None:
+    def add(self, index: int, vector: bytes) -> None:
         """Add the vector of an input; the last one ends the response."""
-        self._running.pop(place, None)
-        self._vectors[place] = vector
+        self._running.pop(index, None)
+        self._vectors[index] = vector
         self._missing -= 1
         if self._missing or self._ended:
             return
@@ -117,16 +117,16 @@ class _EmbeddingResponse:
 class _Input(OutputSink):
     """One input of a response."""
 
-    def __init__(self, response: _EmbeddingResponse, place: int) -> None:
+    def __init__(self, response: _EmbeddingResponse, index: int) -> None:
         self._response = response
-        self._place = place
+        self._index = index
 
     def on_output(self, output: EngineStep) -> None:
         """Add the vector; a prompt in several chunks has outputs without one before it."""
         if output.finish_reason is None:
             return
         if str(output.finish_reason) in _DONE and output.pooling_output is not None:
-            self._response.add(self._place, _float32(output.pooling_output))
+            self._response.add(self._index, _float32(output.pooling_output))
         else:
             self._response.fail(EngineFailure("the engine failed to compute an embedding"))
 

@@ -102,11 +102,11 @@ def image_loader(model_config: Any) -> ImageMediaIO:
 
 async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> TokensPrompt:
     """Decode the images, in threads. Raises InvalidArgument with the field of a bad one."""
-    given = request.multi_modal_data or {}
+    media = request.multi_modal_data or {}
     extra = request.extra_args or {}
-    urls, fields, hashes = given.get(_KEY), extra.get("mm_fields"), extra.get("mm_hashes")
-    if set(given) != {_KEY} or not isinstance(urls, list):
-        raise InvalidArgument(f"multi_modal_data: expected `{_KEY}`, got {sorted(given)}")
+    urls, fields, hashes = media.get(_KEY), extra.get("mm_fields"), extra.get("mm_hashes")
+    if set(media) != {_KEY} or not isinstance(urls, list):
+        raise InvalidArgument(f"multi_modal_data: expected `{_KEY}`, got {sorted(media)}")
     images, left = [], MAX_PIXELS
     for number, entry in enumerate(urls):
         field = f"multi_modal_data.{_KEY}[{number}]"
@@ -126,18 +126,19 @@ async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> Tok
     return prompt
 
 
-def expansions(given: Tokens, inputs: Any) -> list[Tokens] | None:
-    """Return the tokens that stand for each image in vLLM's prompt, which ``given`` has as one
+def expansions(prompt_ids: Tokens, inputs: Any) -> list[Tokens] | None:
+    """Return the tokens that stand for each image in vLLM's prompt, which ``prompt_ids`` has as one
     token each; None for a model of another kind."""
-    expanded, places = inputs["prompt_token_ids"], inputs["mm_placeholders"].get("image", ())
-    found, end, start = [], 0, 0
-    for place in places:
-        text = place.offset - end
-        if expanded[end : place.offset] != given[start : start + text].tolist():
+    expanded, placeholders = inputs["prompt_token_ids"], inputs["mm_placeholders"].get("image", ())
+    images, end, start = [], 0, 0
+    for placeholder in placeholders:
+        text = placeholder.offset - end
+        if expanded[end : placeholder.offset] != prompt_ids[start : start + text].tolist():
             return None
-        end, start = place.offset + place.length, start + text + 1
-        found.append(array("I", expanded[place.offset : end]))
-    return found if expanded[end:] == given[start:].tolist() else None
+        # One token stands for the image in the frontend's prompt.
+        end, start = placeholder.offset + placeholder.length, start + text + 1
+        images.append(array("I", expanded[placeholder.offset : end]))
+    return images if expanded[end:] == prompt_ids[start:].tolist() else None
 
 
 def check_context(prompt_tokens: int, context: int) -> None:

@@ -46,6 +46,7 @@ class PlainRequests:
         self._context_length = config.model_config.max_model_len
         self._vocab_size = config.model_config.get_vocab_size()
         self._params: dict[bytes, msgspec.Raw] = {}
+        # The client's own socket without its asyncio wrapper, whose send() makes a future.
         self._socket: Any = zmq.Socket.shadow(client.input_socket) if self._enabled else None
         self._out: list[bytes] = []
 
@@ -59,7 +60,7 @@ class PlainRequests:
         packed, largest = pack_ids(ids)
         if largest >= self._vocab_size:
             return False
-        made = EngineCoreRequest(
+        engine_request = EngineCoreRequest(
             request_id=number,
             prompt_token_ids=msgspec.Raw(packed),
             mm_features=None,
@@ -73,7 +74,7 @@ class PlainRequests:
         )
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._out.append(_encode(made))
+        self._out.append(_encode(engine_request))
         return True
 
     def _flush(self) -> None:
@@ -85,17 +86,18 @@ class PlainRequests:
             _send(socket, request, _NOW)
         self._out.clear()
 
-    def learn(self, request: PreprocessedRequest, made: EngineCoreRequest) -> None:
+    def learn(self, request: PreprocessedRequest, engine_request: EngineCoreRequest) -> None:
         """Keep the parameters that vLLM made of ``request``.
 
         Without ``max_tokens`` they depend on the length of the prompt.
         """
-        if not self._enabled or made.sampling_params is None:
+        if not self._enabled or engine_request.sampling_params is None:
             return
         if request.stop_conditions.max_tokens is not None and _is_plain(request):
-            key, frames = _key(request), self._client.encoder.encode(made.sampling_params)
+            key, frames = _key(request), self._client.encoder.encode(engine_request.sampling_params)
             if len(self._params) >= _KEPT:
                 self._params.clear()
+            # Further frames have tensors, which the kept bytes would lack.
             if len(frames) == 1 and len(key) <= _MAX_KEY:
                 self._params[key] = msgspec.Raw(bytes(frames[0]))
 

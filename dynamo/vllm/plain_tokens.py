@@ -69,7 +69,7 @@ class PlainTokens:
 
     def _add_connection(self, connection: ServerConnection, stats: EndpointStats) -> int:
         """Number a new connection, and forget closed ones, whose streams are removed."""
-        for old in [each for each in self._numbers if each.closed]:
+        for old in [old for old in self._numbers if old.closed]:
             del self._connections[self._numbers.pop(old)]
         slot = self._numbers[connection] = self._next
         self._connections[slot] = (connection, stats)

@@ -69,49 +69,49 @@ class SamplingMapping:
     def arguments(self, request: PreprocessedRequest) -> dict[str, Any]:
         """Return the arguments; those at vLLM's default are left out. Raises InvalidArgument."""
         sampling, stop = request.sampling_options, request.stop_conditions
-        found: dict[str, Any] = {"detokenize": False, "skip_clone": True, **self._defaults}
-        _add_numbers(found, sampling)
+        arguments: dict[str, Any] = {"detokenize": False, "skip_clone": True, **self._defaults}
+        _add_numbers(arguments, sampling)
         if request.extra_args is not None:
             generated = request.extra_args.get(GENERATED_TOKENS)
             if generated:
-                _penalize(found, request.token_ids[-generated:])
-        self._add_stops(found, stop)
+                _penalize(arguments, request.token_ids[-generated:])
+        self._add_stops(arguments, stop)
         output = request.output_options
         if output.logprobs is not None:
-            found["logprobs"] = output.logprobs
+            arguments["logprobs"] = output.logprobs
         if output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = output.prompt_logprobs
+            arguments["prompt_logprobs"] = output.prompt_logprobs
         if sampling.guided_decoding:
-            found["structured_outputs"] = _grammar(sampling.guided_decoding)
+            arguments["structured_outputs"] = _grammar(sampling.guided_decoding)
         transfer = self._transfer(request)
         if transfer is not None:
-            found["extra_args"] = {KV_TRANSFER: transfer}
-        return found
+            arguments["extra_args"] = {KV_TRANSFER: transfer}
+        return arguments
 
-    def _add_stops(self, found: dict[str, Any], stop: StopConditions) -> None:
-        found["max_tokens"] = 1 if self._prefill_only else stop.max_tokens
+    def _add_stops(self, arguments: dict[str, Any], stop: StopConditions) -> None:
+        arguments["max_tokens"] = 1 if self._prefill_only else stop.max_tokens
         if stop.min_tokens and not self._prefill_only:
-            found["min_tokens"] = stop.min_tokens
+            arguments["min_tokens"] = stop.min_tokens
         if stop.ignore_eos:
-            found["ignore_eos"] = True
+            arguments["ignore_eos"] = True
         if stop.max_thinking_tokens is not None:
-            found["thinking_token_budget"] = stop.max_thinking_tokens
+            arguments["thinking_token_budget"] = stop.max_thinking_tokens
         ids = [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ())]
         for token_id in stop.stop_token_ids_hidden or ():
             if token_id not in self._eos_ids and token_id < self._vocab_size:
                 ids.append(token_id)
         if ids:
-            found["stop_token_ids"] = ids
+            arguments["stop_token_ids"] = ids
 
     def _transfer(self, request: PreprocessedRequest) -> dict[str, Any] | None:
         """Return what the KV connector needs: a prefill keeps its blocks, a decode fetches them."""
         if self._prefill_only:
             return dict(_REMOTE_DECODE)
         result = request.prefill_result
-        given = result.get("disaggregated_params") if result else None
-        if given is None:
+        transferred = result.get("disaggregated_params") if result else None
+        if transferred is None:
             return None
-        params = given.get(KV_TRANSFER) if isinstance(given, dict) else None
+        params = transferred.get(KV_TRANSFER) if isinstance(transferred, dict) else None
         if not isinstance(params, dict):
             raise InvalidArgument(
                 f"prefill_result.disaggregated_params has no {KV_TRANSFER}: it is not from a vLLM "
@@ -120,60 +120,60 @@ class SamplingMapping:
         return params
 
 
-def _add_numbers(found: dict[str, Any], sampling: SamplingOptions) -> None:
+def _add_numbers(arguments: dict[str, Any], sampling: SamplingOptions) -> None:
     if sampling.use_beam_search:
         raise InvalidArgument("use_beam_search is not supported; leave it out and use n")
     # By name and not in a loop: this is paid for each request.
     if sampling.temperature is not None:
-        found["temperature"] = sampling.temperature
+        arguments["temperature"] = sampling.temperature
     if sampling.top_p is not None:
-        found["top_p"] = sampling.top_p
+        arguments["top_p"] = sampling.top_p
     if sampling.top_k is not None:
-        found["top_k"] = sampling.top_k
+        arguments["top_k"] = sampling.top_k
     if sampling.min_p is not None:
-        found["min_p"] = sampling.min_p
+        arguments["min_p"] = sampling.min_p
     if sampling.seed is not None:
-        found["seed"] = sampling.seed
-    _add_penalties(found, sampling)
+        arguments["seed"] = sampling.seed
+    _add_penalties(arguments, sampling)
     if sampling.bad_words:
-        found["bad_words"] = sampling.bad_words
+        arguments["bad_words"] = sampling.bad_words
 
 
-def _add_penalties(found: dict[str, Any], sampling: SamplingOptions) -> None:
+def _add_penalties(arguments: dict[str, Any], sampling: SamplingOptions) -> None:
     if sampling.presence_penalty is not None:
-        found["presence_penalty"] = sampling.presence_penalty
+        arguments["presence_penalty"] = sampling.presence_penalty
     if sampling.frequency_penalty is not None:
-        found["frequency_penalty"] = sampling.frequency_penalty
+        arguments["frequency_penalty"] = sampling.frequency_penalty
     if sampling.repetition_penalty is not None:
-        found["repetition_penalty"] = sampling.repetition_penalty
+        arguments["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logit_bias:
-        found["logit_bias"] = sampling.logit_bias
+        arguments["logit_bias"] = sampling.logit_bias
 
 
-def _penalize(found: dict[str, Any], generated: Iterable[int]) -> None:
+def _penalize(arguments: dict[str, Any], generated: Iterable[int]) -> None:
     """Keep the penalties for tokens that an earlier worker ``generated``: vLLM counts only
     its own output, and these are in its prompt.
 
     A frequency penalty is linear, so a bias replaces it exactly. A presence penalty counts twice
     for a token that is generated again. vLLM's repetition penalty covers the prompt, too.
     """
-    frequency = found.get("frequency_penalty") or 0.0
-    presence = found.get("presence_penalty") or 0.0
+    frequency = arguments.get("frequency_penalty") or 0.0
+    presence = arguments.get("presence_penalty") or 0.0
     if not frequency and not presence:
         return
-    bias = dict(found.get("logit_bias") or {})
+    bias = dict(arguments.get("logit_bias") or {})
     for token_id, count in Counter(generated).items():
         key = str(token_id)
         bias[key] = bias.get(key, 0.0) - frequency * count - presence
-    found["logit_bias"] = bias
+    arguments["logit_bias"] = bias
 
 
-def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
+def _grammar(guided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's ``StructuredOutputsParams``.
 
     A ``backend`` is ignored, as in vLLM's server: the engine has one.
     """
-    found = {name: given[name] for name in _GRAMMARS if given.get(name) is not None}
-    if given.get("whitespace_pattern") is not None:
-        found["whitespace_pattern"] = given["whitespace_pattern"]
-    return found
+    grammar = {name: guided[name] for name in _GRAMMARS if guided.get(name) is not None}
+    if guided.get("whitespace_pattern") is not None:
+        grammar["whitespace_pattern"] = guided["whitespace_pattern"]
+    return grammar

@@ -23,7 +23,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _FAILED = "error"
 
 
-def sample_rows(given: Any) -> tuple[list[float], list[list[dict[str, Any]]] | None]:
+def sample_rows(tensors: Any) -> tuple[list[float], list[list[dict[str, Any]]] | None]:
     """Return the log probability and the alternatives of each new token.
 
     The alternatives are None where none were requested.
@@ -31,7 +31,7 @@ def sample_rows(given: Any) -> tuple[list[float], list[list[dict[str, Any]]] | N
     A row has the token itself first and then the most likely ones, so a request for N alternatives
     has N + 1 columns.
     """
-    ids, logprobs = given[0].tolist(), given[1].tolist()
+    ids, logprobs = tensors[0].tolist(), tensors[1].tolist()
     own = [row[0] for row in logprobs]
     if not ids or len(ids[0]) < 2:
         return own, None
@@ -47,13 +47,13 @@ def sample_rows(given: Any) -> tuple[list[float], list[list[dict[str, Any]]] | N
     return own, top
 
 
-def prompt_rows(given: Any) -> list[list[dict[str, Any]]]:
+def prompt_rows(tensors: Any) -> list[list[dict[str, Any]]]:
     """Return one list per prompt token, that token first with its rank, then the alternatives."""
-    ids, logprobs, ranks = given[0].tolist(), given[1].tolist(), given[2].tolist()
+    ids, logprobs, ranks = tensors[0].tolist(), tensors[1].tolist(), tensors[2].tolist()
     return [
         [
-            {"rank": rank if place == 0 else place, "token_id": token_id, "logprob": logprob}
-            for place, (token_id, logprob) in enumerate(zip(row_ids, row, strict=True))
+            {"rank": rank if column == 0 else column, "token_id": token_id, "logprob": logprob}
+            for column, (token_id, logprob) in enumerate(zip(row_ids, row, strict=True))
         ]
         for row_ids, row, rank in zip(ids, logprobs, ranks, strict=True)
     ]
@@ -185,9 +185,9 @@ class EngineResponse(OutputSink):
 
     def _take_extra(self) -> dict[str, Any]:
         """Return what the first item with tokens says about the prompt."""
-        given = {"prompt_logprobs": self._prompt_logprobs, "mm_expansions": self._expansions}
+        extra = {"prompt_logprobs": self._prompt_logprobs, "mm_expansions": self._expansions}
         self._prompt_logprobs = self._expansions = None
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in extra.items() if value is not None}
 
     def _send_last(self, item: EngineOutput) -> None:
         self._send(codec.encode(item))
@@ -232,8 +232,8 @@ class EngineResponse(OutputSink):
 
     async def _release(self) -> None:
         await self.stream.drained()
-        held, self._held = self._held or (), None
-        for payload in held:
+        items, self._held = self._held or (), None
+        for payload in items:
             self.stream.send(payload)
         if self._ended:
             self.stream.end()

@@ -90,6 +90,7 @@ def free_ports(count: int) -> int:
             try:
                 for number in range(count):
                     bound = stack.enter_context(socket.socket())
+                    # The first one takes any free port, the others must follow it.
                     bound.bind(("", first + number if first else 0))
                     first = first or bound.getsockname()[1]
             except (OSError, OverflowError):  # in use, or above 65535
@@ -121,15 +122,15 @@ async def start_engine(
             reported += _PROGRESS_S
             log.info("loading the engine: %.0f s", passed)
     await tasks.close()
-    made = building.result()
+    engine = building.result()
     if stopping.is_set():
-        if not isinstance(made, Exception):
-            await made.close()
+        if not isinstance(engine, Exception):
+            await engine.close()
         return None
-    if isinstance(made, Exception):
-        raise EngineFailure(f"the vLLM engine did not start: {made}") from made
-    log.info("engine ready after %.1f s: %s", time.monotonic() - begun, made.info)
-    return made
+    if isinstance(engine, Exception):
+        raise EngineFailure(f"the vLLM engine did not start: {engine}") from engine
+    log.info("engine ready after %.1f s: %s", time.monotonic() - begun, engine.info)
+    return engine
 
 
 async def _attempt(build: Callable[[], Engine]) -> Engine | Exception:
@@ -245,6 +246,7 @@ class VllmWorker:
             stall = StallWatch(self.engine.progress, self.engine.is_sleeping) if is_ours else None
             processes = ProcessWatch(self.endpoint.set_health, stall)
             watch = group.create_task(processes.run())
+            # Before the cards: a router that finds the worker queries its blocks at once.
             self._relay_events()
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():
