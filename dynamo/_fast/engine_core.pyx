@@ -267,6 +267,7 @@ cdef Cursor _skip(Cursor at, Cursor end) noexcept nogil:
         if kind < 0x80 or kind >= 0xE0 or kind in (0xC0, 0xC2, 0xC3):
             continue
         if kind < 0x90:
+            # A map of n pairs is followed by 2 n values.
             values += 2 * (kind & 0x0F)
         elif kind < 0xA0:
             values += kind & 0x0F
@@ -282,6 +283,7 @@ cdef Cursor _skip(Cursor at, Cursor end) noexcept nogil:
             size = 8
         elif 0xD4 <= kind <= 0xD8:  # fixext: a type byte and 1 to 16 bytes
             size = 1 + (1 << (kind - 0xD4))
+        # The one byte that MessagePack never uses.
         elif kind == 0xC1:
             return NULL
         else:
@@ -293,6 +295,7 @@ cdef Cursor _skip(Cursor at, Cursor end) noexcept nogil:
             if kind >= 0xDC:
                 values += size if kind < 0xDE else 2 * size
                 size = 0
+            # An ext has a type byte before its data.
             elif 0xC7 <= kind <= 0xC9:
                 size += 1
         if size > end - at:

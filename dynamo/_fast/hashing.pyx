@@ -175,6 +175,7 @@ cdef array.array pack_tokens(object tokens):
     cdef PyObject **fast = PySequence_Fast_ITEMS(items)
     cdef Py_ssize_t done = small_u32_run(fast, count, out)
     if done < count:
+        # A copy: __index__() of an item may run code that changes the sequence.
         pack_slowly(list(items), done, out)
     return packed
 

@@ -37,6 +37,7 @@ cdef class Histogram:
 
     def observe(self, double value, int64_t times=1):
         """Count ``value`` ``times`` times. O(log bounds)."""
+        # The first bound that is not below the value: a bucket counts what is at most its bound.
         cdef vector[double].iterator place = lower_bound(
             self._bounds.begin(), self._bounds.end(), value
         )

@@ -12,6 +12,7 @@ __all__ = ["http_chunk"]
 def http_chunk(bytes data not None):
     """Return ``data`` as one chunk. Empty ``data`` would be the last chunk. O(len(data))."""
     cdef Py_ssize_t size = PyBytes_GET_SIZE(data)
+    # Hexadecimal digits of any 64-bit size, filled from the end.
     cdef char[16] digits
     cdef int at = 16
     cdef Py_ssize_t rest = size

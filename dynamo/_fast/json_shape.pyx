@@ -90,8 +90,10 @@ cdef Py_ssize_t after_string(
         while slash > first and text[slash - 1] == c"\\":
             slash -= 1
         at = quote + 1
+        # An even number of backslashes escapes each other, not the quote.
         if (quote - slash) % 2 == 0:
             return at
+        # Backslashes up to here are counted: O(size), also for a text of nothing else.
         first = at
 
 

@@ -209,6 +209,7 @@ cdef class RadixTree:
             slot = self._slots.pop(owner)
             removed += self._index.clear_all(slot)
             self._owners[slot] = None
+            # The lowest one is reused first: columns stay as short as they can.
             heappush(self._free_slots, slot)
         return removed
 

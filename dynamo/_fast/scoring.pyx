@@ -160,6 +160,7 @@ cdef Py_ssize_t _tied(const double* costs, Py_ssize_t count, double low,
     for i in range(count):
         ties += costs[i] == low
     rank = <Py_ssize_t>(uniform * <double>ties)
+    # ``uniform`` is below 1, but the product may be rounded up.
     if rank >= ties:
         rank = ties - 1
     for i in range(count):
@@ -182,4 +183,5 @@ cdef Py_ssize_t _softmax(const double* costs, Py_ssize_t count, double low, doub
         running += exp((low - costs[i]) / scale)
         if running > uniform * total:
             return i
+    # Rounding may leave the last sum below ``uniform * total``.
     return count - 1
