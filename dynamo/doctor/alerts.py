@@ -151,8 +151,9 @@ def _is_awaited(model: ModelStatus) -> bool:
 
 
 def _traffic(rates: _Rates) -> Iterator[_Finding]:
+    failed = rates.failed
     for model, number in rates.requests.items():
-        share = rates.failed.get(model, 0.0) / number
+        share = failed.get(model, 0.0) / number
         if share > FAILING_SHARE:
             text = f"{share:.0%} of the requests of {model} fail; see: dynamo logs"
             yield REQUESTS_FAIL, model, Condition(text, model)
@@ -204,6 +205,7 @@ class _Rates:
         self._before: dict[str, FrontendCounts] = {}
         self._grown: dict[tuple[str, str], float] = {}
         self._kept: deque[_Totals] = deque()
+        self._last: dict[tuple[str, str], float] = {}
 
     def add(self, facts: AlertFacts) -> None:
         for name, counts in facts.frontends.items():
@@ -214,9 +216,21 @@ class _Rates:
             self._kept.popleft()
         first = self._kept[0].counts
         self._last = {key: n - first.get(key, 0.0) for key, n in self._grown.items()}
-        self.requests = self._of("requests")
-        self.failed = self._of("failed")
-        self.rejected = self._of("rejected")
+
+    @property
+    def requests(self) -> dict[str, float]:
+        """Requests that ended, by model."""
+        return self._of("requests")
+
+    @property
+    def failed(self) -> dict[str, float]:
+        """Those that failed."""
+        return self._of("failed")
+
+    @property
+    def rejected(self) -> dict[str, float]:
+        """Requests that were rejected, by model."""
+        return self._of("rejected")
 
     def _grow(self, name: str, counts: FrontendCounts) -> None:
         before = self._before.get(name)

@@ -29,7 +29,12 @@ class GraphModels:
     empty unless the box ``is_alone``, or if a worker may register others.
     """
 
-    def __init__(self, statefile: Statefile, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        statefile: Statefile,
+        is_alone: bool = False,
+        on_args: Callable[[], None] = lambda: None,
+    ) -> None:
         self._statefile = statefile
         self._is_alone = is_alone
         self.names: list[str] = []
@@ -38,7 +43,7 @@ class GraphModels:
         self._leases: dict[int, str] = {}
         self._services: dict[str, dict[str, str]] = {}
         self.args: Mapping[str, ModelArgs] = {}
-        self.on_args: Callable[[], None] | None = None
+        self._on_args = on_args
         self._changed = asyncio.Event()
         self._joined: dict[str, set[int]] = {}  # since the graph was last compared with the models
 
@@ -95,8 +100,7 @@ class GraphModels:
         }
         if args != self.args:
             self.args = args
-            if self.on_args is not None:
-                self.on_args()
+            self._on_args()
 
     def removed(self, workers: Mapping[str, Collection[int]]) -> list[str]:
         """Return the models whose services have left the graph, or serve another model now."""

@@ -99,8 +99,8 @@ class Models:
         self._closed = False
         self._left: dict[str, None] = {}
         statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
-        self._graph = GraphModels(statefile, runtime.settings.discovery_backend == "file")
-        self._graph.on_args = self._use_args
+        is_alone = runtime.settings.discovery_backend == "file"
+        self._graph = GraphModels(statefile, is_alone, self._use_args)
         self.rules: dict[str, FieldRules] = {}
         self.aliases: dict[str, str] = {}
         self._on_loaded = on_loaded
