@@ -63,6 +63,7 @@ class Deployment:
         logs = run_directory.logs
         logs.mkdir(mode=0o700, exist_ok=True)
         self._record = StatefileWriter(run_directory.statefile, plan, self._components)
+        # Reserves the GPUs: the watchers below are made of the plan that this returns.
         self._plan = self._record.create()
         self._factory = WatcherFactory(self._plan, settings, logs, announcer)
         self._leases = Leases(run_directory.store, self.changed)
@@ -119,6 +120,7 @@ class Deployment:
 
     def changed(self) -> None:
         """See :class:`DeploymentHooks`."""
+        # Before served() reads them: the kernel may give the number of an ended process away.
         self._leases.keep(self._arbiter.pids)
         self.happened.served(self._leases)
         self._record.changed()
@@ -155,20 +157,21 @@ class Deployment:
 
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
-        held = self._arbiter.alive()
+        alive = self._arbiter.alive()
         watchers = {watcher.name: watcher for watcher in self._arbiter.watchers}
         commands = {name: tuple(watcher.command_words()) for name, watcher in watchers.items()}
         return [
             RecordedComponent(
                 replace(
                     self._factory.specs[name],
+                    # `circusctl set` may have changed the command since.
                     argv=commands.get(name, self._factory.specs[name].argv),
                 ),
                 [RecordedProcess(p.pid, p.start_ticks, dict(p.gpus)) for p in processes],
                 next((leases[p.pid] for p in processes if p.pid in leases), None),
                 watchers[name].supervision if name in watchers else Supervision(STOPPED),
             )
-            for name, processes in held.items()
+            for name, processes in alive.items()
         ]
 
     def is_draining(self, watcher: SupervisedWatcher, or_asleep: bool) -> bool:
@@ -181,13 +184,13 @@ class Deployment:
         if self._record.holds(spec):
             return ""  # at once: a client that reads the status now must see that it starts
         try:
-            found = await self._record.claim(spec)
+            claimed = await self._record.claim(spec)
         except (ConfigError, StatefileError, Unavailable) as error:
             return error.message
-        if found.gpus != spec.gpus:
-            gpus = ", ".join(found.gpus)
+        if claimed.gpus != spec.gpus:
+            gpus = ", ".join(claimed.gpus)
             self._announcer.announce(f"{watcher.name}: starting it on GPU {gpus}; others have its")
-            self._factory.configure(watcher, found)
+            self._factory.configure(watcher, claimed)
         return ""
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
@@ -225,6 +228,7 @@ class Deployment:
             lines += [f"last output (all: {self._run_directory.logs / watcher.name}.log):", tail]
         lines.append(f"command: {shlex.join(watcher.command_words())}")
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
+        # Its other processes live: the watcher goes on with these.
         if not watcher.given_up:
             self._announcer.announce(
                 f"{watcher.name}: {watcher.numprocesses} still running", logging.WARNING

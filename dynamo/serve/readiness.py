@@ -35,17 +35,18 @@ class FrontendHealth:
 def check_free(address: FrontendAddress) -> None:
     """Raise ConfigError if a process of this user cannot listen on ``address`` now."""
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
         raise ConfigError(f"cannot resolve http-host {address.host!r}: {error.strerror}") from None
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, where in addresses:
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            # As FrontendListener binds: old connections in TIME_WAIT are no conflict.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 # The host "::" takes IPv4, too. For others an IPv4 listener on the same port is no
-                # conflict: it has its own row in ``found``.
+                # conflict: it has its own row in ``addresses``.
                 dual_stack = bool(address.host) and where[0] == "::"
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
             try:
@@ -141,10 +142,10 @@ async def probe(address: FrontendAddress) -> FrontendHealth | None:
     tls = unverified_context() if address.tls else None
     try:
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
-            found = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES, tls)
-            if found.status != 200:
+            response = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES, tls)
+            if response.status != 200:
                 return None
-            health = msgspec.json.decode(found.body, type=_Health)
+            health = msgspec.json.decode(response.body, type=_Health)
     except (OSError, TimeoutError, ResponseError, ValueError, RecursionError):
         return None
     return FrontendHealth(

@@ -94,6 +94,7 @@ class GraphReload:
             return reply
         self._announcer.announce(f"reloading the graph: {changes.summary()}")
         by, happened = str(request.get("by", "")), self._arbiter.deployment.happened
+        # Stays after a graph that was applied in part; only a failed edit restores the former one.
         before, self._source = self._source, source
         problem = await self._change(plan, changes, edit is None)
         if edit is not None:
@@ -120,10 +121,10 @@ class GraphReload:
             edit.choose_names(last.text, read_text(last.file))
             words = [word for word in last.overrides if not edit.is_of_removed(word)]
             return replace(last, text=edit.applied(last.text, last.label), overrides=words)
-        graph, given = request.get("graph"), request.get("overrides") or ()
+        graph, overrides = request.get("graph"), request.get("overrides") or ()
         source = replace(last, file=Path(graph), label=str(graph)) if graph else last
-        if graph or given:
-            source = replace(source, overrides=[str(word) for word in given])
+        if graph or overrides:
+            source = replace(source, overrides=[str(word) for word in overrides])
         return replace(source, text=read_text(source.file))
 
     async def _planned_changes(self, source: GraphSource) -> tuple[DeploymentPlan, GraphChanges]:
@@ -180,10 +181,10 @@ class GraphReload:
             if spec.name in specs and spec.name not in self._left.to_add
         ]
         wanted = without_removed(wanted, started, running)
-        found = compare(running, wanted, {*added, *(spec.name for spec in planned)})
+        changes = compare(running, wanted, {*added, *(spec.name for spec in planned)})
         states = self._record.states()
         asleep, draining = ([n for n in states if states[n] == s] for s in (ASLEEP, DRAINING))
-        return without_awakening(found, asleep, draining)
+        return without_awakening(changes, asleep, draining)
 
     def _settings(self, plan: DeploymentPlan, changes: GraphChanges) -> list[str]:
         """Return the lines of services that change without a process."""
@@ -226,6 +227,7 @@ class GraphReload:
                 check_port(spec)
 
     async def _apply(self, plan: DeploymentPlan, changes: GraphChanges, wait: bool) -> str:
+        # Stopped by an operator: they get the new command, and stay stopped.
         stopped = [spec for spec in changes.changed if self._is_stopped(spec)]
         try:
             try:
@@ -237,12 +239,14 @@ class GraphReload:
             names = [spec.name for spec in changes.added if spec not in waiting]
             problem = await self._served(names) if wait else ""
             changed = [spec for spec in changes.changed if spec not in stopped]
+            # One at a time: each one that has exited may free the GPUs of the next.
             while not problem and (following := self._next(changed := self._present(changed))):
                 changed.remove(following)
                 watcher = self._watcher(following.name)
                 problem = await self._rolling.replace(watcher, following)
             if problem:
                 return problem
+            # Last: until the replacements serve, these still take requests.
             await self._remove(changes.removed)
             return await self._finish(self._present(changed), waiting, wait)
         except (DynamoError, OSError) as error:
@@ -308,9 +312,11 @@ class GraphReload:
         """Start what had to wait for GPUs of removed or of each other's processes."""
         left = list(changed)
         for spec in left:
+            # All stop before the first starts: each may hold the GPUs that another needs.
             if spec.name in self._running():
                 await self._watcher(spec.name).end()
         while left := self._present(left):
+            # If none fits, replace() fails with an error that names the holders.
             following = self._next(left) or left[0]
             left.remove(following)
             if problem := await self._rolling.replace(self._watcher(following.name), following):
@@ -321,5 +327,5 @@ class GraphReload:
         return await self._served([spec.name for spec in waiting]) if wait else ""
 
     def _watcher(self, name: str) -> SupervisedWatcher:
-        found: SupervisedWatcher = self._arbiter.get_watcher(name.lower())
-        return found
+        watcher: SupervisedWatcher = self._arbiter.get_watcher(name.lower())
+        return watcher

@@ -82,12 +82,12 @@ class StartupReport:
                 await wait_until_ready(address, lambda: min(self._workers(), 1), is_ours)
             else:
                 partly = partial(self._announce_part, address)
-                found = await wait_until_ready(
+                health = await wait_until_ready(
                     address, self._workers, is_ours, self._loading, partly, self._leases.models
                 )
             urls.append(f"{address.url}/v1")
-        models = ", ".join(found.models) or "none yet"
-        line = f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
+        models = ", ".join(health.models) or "none yet"
+        line = f"{', '.join(urls)}   model: {models}   workers: {health.instances}"
         cold = ", ".join(spec.service for spec in self._plan.templates)
         if not cold:
             return line
@@ -117,7 +117,9 @@ class StartupReport:
     def _different_models(self) -> Iterator[str]:
         alive = self._arbiter.alive()
         for model, sessions in self._leases.different().items():
-            names = [name for name, found in alive.items() if sessions & {p.pid for p in found}]
+            names = [
+                name for name, processes in alive.items() if sessions & {p.pid for p in processes}
+            ]
             yield (
                 f"different models named {model}: {', '.join(names)}, of which some get no "
                 "requests, see: dynamo ps"
@@ -133,7 +135,7 @@ class StartupReport:
         return waiting + self._unannounced(kept)
 
     def _unannounced(self, kept: Collection[str]) -> list[str]:
-        """The services without workers whose requests would be refused: no planner knows them.
+        """The services without workers that no planner has announced: requests would be refused.
 
         Not for long: a planner that only observes, or has other models, never announces them.
         """
@@ -141,8 +143,8 @@ class StartupReport:
         overdue = time.monotonic() - self._started_s > _ANNOUNCED_WITHIN_S
         if overdue or not planned or not self._plan.templates:
             return []
-        known = self._leases.on_demand()
-        return [s.name for s in self._plan.templates if s.service not in known]
+        announced = self._leases.on_demand()
+        return [s.name for s in self._plan.templates if s.service not in announced]
 
     def _listens(self, name: str, port: int) -> bool:
         processes = self._arbiter.alive().get(name, ())

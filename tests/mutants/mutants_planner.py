@@ -150,8 +150,8 @@ SERVE = (
     Mutant(
         "reused-pid-counts-as-the-process",
         "dynamo.serve.state.process_table",
-        'return found is not None and found.start_ticks == start_ticks and found.state != "Z"',
-        'return found is not None and found.state != "Z"',
+        'return process is not None and process.start_ticks == start_ticks and process.state != "Z"',
+        'return process is not None and process.state != "Z"',
         ("unit/serve/test_serve_processes.py::test_stat_detects_a_reused_pid",),
     ),
     Mutant(

@@ -97,6 +97,7 @@ def _names_a_device(entry: str, devices: Sequence[Gpu] | None) -> bool:
         return True
     if not entry.startswith("GPU-"):
         return False
+    # CUDA takes an abbreviated UUID only if it names one device.
     return devices is None or sum(gpu.uuid.startswith(entry) for gpu in devices) == 1
 
 
@@ -119,6 +120,7 @@ class Allocator:
     @property
     def free(self) -> int:
         """The number of GPUs that are entirely free."""
+        # Exact: 1.0 is the start value of an untouched GPU, never the result of a subtraction.
         return sum(left == 1.0 for left in self._left)
 
     def assign(
@@ -157,8 +159,8 @@ class Allocator:
     def table(self) -> str:
         """Return the assignments as text, one line per GPU."""
         rows = [
-            f"  GPU {gpu}: {', '.join(held) or 'free'}"
-            for gpu, held in zip(self.inventory.ids, self._held, strict=True)
+            f"  GPU {gpu}: {', '.join(names) or 'free'}"
+            for gpu, names in zip(self.inventory.ids, self._held, strict=True)
         ]
         return "\n".join(rows) or "  (none)"
 
@@ -172,7 +174,9 @@ class Allocator:
 
     def _shared(self, order: Sequence[int], count: float, ranks: Mapping[str, int]) -> list[int]:
         open_ = [s for s in order if self._unit[s] == count and fits(self._left[s], count)]
+        # GPUs that are shared already come first, so that whole ones stay free.
         usable = [*open_, *(slot for slot in order if self._left[slot] == 1.0)]
+        # Stable: within a rank the order above stays.
         usable.sort(key=lambda slot: ranks.get(self.inventory.ids[slot], 0))
         for slot in usable[:1]:
             self._take_share(slot, count)

@@ -46,15 +46,17 @@ def _describe(index: int) -> Gpu:
 
 
 def _processes(device: Any) -> tuple[GpuProcess, ...]:
-    found: dict[int, GpuProcess] = {}
+    processes: dict[int, GpuProcess] = {}
     for listing in (
         pynvml.nvmlDeviceGetComputeRunningProcesses,
         pynvml.nvmlDeviceGetGraphicsRunningProcesses,
     ):
         with contextlib.suppress(pynvml.NVMLError):  # not permitted, or not supported
             for row in listing(device):
-                found[row.pid] = GpuProcess(row.pid, _name(row.pid), int(row.usedGpuMemory or 0))
-    return tuple(found.values())
+                processes[row.pid] = GpuProcess(
+                    row.pid, _name(row.pid), int(row.usedGpuMemory or 0)
+                )
+    return tuple(processes.values())
 
 
 def _name(pid: int) -> str:

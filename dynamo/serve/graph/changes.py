@@ -114,14 +114,15 @@ def added_workers(
     command than its service is not one of its workers.
     """
     names = {spec.name for spec in planned}
-    found: dict[str, str] = {}
+    bases: dict[str, str] = {}
     for base in planned:
+        # Only numbered names: the planner and `dynamo load` name added workers so.
         pattern = re.compile(re.escape(base.name) + r"_\d+")
         for name, spec in running.items():
             is_own = pattern.fullmatch(name) is not None and spec.argv == base.argv
             if is_own and not base.index and name not in names:
-                found[name] = base.name
-    return found
+                bases[name] = base.name
+    return bases
 
 
 def follow(added: Mapping[str, str], wanted: Collection[WatcherSpec]) -> list[WatcherSpec]:
@@ -244,18 +245,18 @@ class GraphEdit:
         file = file.resolve()  # a symbolic link stays one
         text = read_text(file)
         present = set(self._remove) & parse_yaml(text, str(file)).values.keys()
-        made = GraphEdit(self._add, present).applied(text, str(file))
+        edited = GraphEdit(self._add, present).applied(text, str(file))
         # ``text`` has "\n" alone: read_text translates. Keep the ending that most lines have.
         if file.read_bytes().count(b"\r\n") * 2 > text.count("\n"):
-            made = made.replace("\n", "\r\n")
-        write_atomic(file, made.encode(), durable=True)
+            edited = edited.replace("\n", "\r\n")
+        write_atomic(file, edited.encode(), durable=True)
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
     """Return ``name``, or with the first number from 2 on that makes it a name not in ``taken``."""
     if name not in taken:
         return name
-    return next(found for number in count(2) if (found := f"{name}{number}") not in taken)
+    return next(candidate for number in count(2) if (candidate := f"{name}{number}") not in taken)
 
 
 def with_service(text: str, source: str, name: str, keys: str) -> str:
@@ -270,8 +271,8 @@ def with_service(text: str, source: str, name: str, keys: str) -> str:
     lines = text.splitlines()
     end = _entries(text, source)[-1][2]
     block = [f"{name}:", *(f"  {line}" if line else "" for line in keys.splitlines())]
-    made = "\n".join([*lines[:end], "", *block, *lines[end:], ""])
-    return _checked(made, source, {**values, name: parse_yaml(keys, name).values})
+    edited = "\n".join([*lines[:end], "", *block, *lines[end:], ""])
+    return _checked(edited, source, {**values, name: parse_yaml(keys, name).values})
 
 
 def without_services(text: str, source: str, names: Collection[str]) -> str:
@@ -283,6 +284,7 @@ def without_services(text: str, source: str, names: Collection[str]) -> str:
     if missing := sorted(set(names) - {name for name, _, _ in entries}):
         raise ConfigError(f"{source}: there is no service {', '.join(missing)}")
     lines = text.splitlines()
+    # From the end: a deletion moves the lines of all entries after it.
     for name, begin, end in reversed(entries):
         if name in names:
             if end < len(lines) and not lines[end].strip() and begin and not lines[begin - 1]:
@@ -297,6 +299,7 @@ def without_services(text: str, source: str, names: Collection[str]) -> str:
 
 def _entries(text: str, source: str) -> list[tuple[str, int, int]]:
     """Return (name, first line, line after the last one) of each key of the document."""
+    # First, for its limits and its errors with a position.
     parse_yaml(text, source)
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode) or root.flow_style:

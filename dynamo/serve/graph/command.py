@@ -100,6 +100,7 @@ def listen_facts(argv: Sequence[str], env: Mapping[str, str], directory: str) ->
 def argv_flags(argv: Sequence[str]) -> dict[str, str]:
     """Return the values of the flags in ``argv``, ``--name value`` and ``--name=value``."""
     flags: dict[str, str] = {}
+    # A flag without a value gets the next word as its value: only flags with one are looked up.
     for word, following in zip(argv, (*argv[1:], ""), strict=False):
         if word.startswith("--"):
             name, joined, value = word[2:].partition("=")

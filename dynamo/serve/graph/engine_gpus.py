@@ -82,6 +82,7 @@ class MemoryRanks:
                 rank = 2
             elif gpu.used_bytes >= _UNATTRIBUTED_BYTES:
                 rank = 1
+            # CUDA_VISIBLE_DEVICES may name the GPU either way.
             ranks[str(gpu.index)] = ranks[gpu.uuid] = rank
         return ranks
 
@@ -97,7 +98,7 @@ def memory_warnings(
     specs: Sequence[WatcherSpec], devices: Sequence[Gpu], needs: Mapping[str, EngineMemory]
 ) -> list[str]:
     """Return a line for each GPU of ``specs`` that other processes use, then one per service."""
-    found: list[str] = []
+    warnings: list[str] = []
     seen: set[int] = set()
     warned: set[str] = set()
     for spec in specs:
@@ -105,7 +106,7 @@ def memory_warnings(
         for gpu in gpus:
             if gpu.index not in seen and gpu.memory_bytes:
                 seen.add(gpu.index)
-                found += _held(gpu)
+                warnings += _held(gpu)
     for spec in specs:
         need = needs.get(spec.service)
         if need is None or spec.service in warned:
@@ -114,8 +115,8 @@ def memory_warnings(
         lines = _shortages(spec, need, [gpu for gpu in gpus if gpu.memory_bytes])
         if lines:
             warned.add(spec.service)
-            found.append(lines[0])
-    return found
+            warnings.append(lines[0])
+    return warnings
 
 
 def _held(gpu: Gpu) -> Iterable[str]:
@@ -136,11 +137,11 @@ def _held(gpu: Gpu) -> Iterable[str]:
 
 def _shortages(spec: WatcherSpec, need: EngineMemory, gpus: Sequence[Gpu]) -> list[str]:
     """Return what is wrong, the worst first."""
-    found = []
+    shortages = []
     for gpu in gpus:
         free = gpu.memory_bytes - gpu.used_bytes
         if need.weights_bytes > free:
-            found.append(
+            shortages.append(
                 f"{spec.service}: the weights take {_gib(need.weights_bytes)} on each GPU, but "
                 f"GPU {gpu.index} has {_gib(free)} free: the model cannot load; use more GPUs "
                 "(tensor-parallel-size), a quantized model, or end other processes"
@@ -148,17 +149,17 @@ def _shortages(spec: WatcherSpec, need: EngineMemory, gpus: Sequence[Gpu]) -> li
     for gpu in gpus:
         free = gpu.memory_bytes - gpu.used_bytes
         if need.share * gpu.memory_bytes > free:
-            found.append(
+            shortages.append(
                 f"{spec.service}: the engine reserves {need.share:.0%} of GPU {gpu.index}, "
                 f"but {free / gpu.memory_bytes:.0%} is free: set gpu-memory-utilization to "
                 f"{int(free / gpu.memory_bytes * 100) / 100:g} or less, or end other processes"
             )
     if gpus and 0 < spec.gpu < 1 and need.share > spec.gpu:
-        found.append(
+        shortages.append(
             f"{spec.service}: a worker gets {spec.gpu:g} of a GPU, but reserves {need.share:.0%} "
             f"of its memory: set gpu-memory-utilization to less than {spec.gpu:g}"
         )
-    return found
+    return shortages
 
 
 def _gib(size_bytes: int) -> str:
@@ -208,8 +209,8 @@ class EngineFlags:
     def formula(self) -> str:
         """Return the sizes that are set, for errors: ``tensor-parallel-size 2``."""
         names = (*_SHARDS, "data-parallel-size", "data-parallel-size-local", "data-parallel-rank")
-        given = [f"{name} {self.values[name]}" for name in names if name in self.values]
-        return ", ".join(given) or "no parallel sizes given"
+        sizes = [f"{name} {self.values[name]}" for name in names if name in self.values]
+        return ", ".join(sizes) or "no parallel sizes given"
 
     def _size(self, name: str) -> int:
         value = self.values.get(name, 1)
@@ -230,6 +231,7 @@ def engine_flags(words: Iterable[str], directory: Path) -> EngineFlags:
     values: dict[str, Any] = {}
     name = ""
     for word in words:
+        # "-1" is a value.
         if word.startswith("-") and not word.removeprefix("-")[:1].isdigit():
             flag, joined, value = word.partition("=")
             name = _SHORT.get(flag) or flag.lstrip("-").replace("_", "-")
@@ -260,13 +262,13 @@ def _with_gpus(service: Service, directory: Path) -> Service:
         needed = flags.gpus
     except ConfigError as error:
         raise ConfigError(f"{service.origin}: {service.name}: {error.message}") from None
-    given = service.gpu
-    if given is None:
+    stated = service.gpu
+    if stated is None:
         return replace(service, gpu=float(needed), gpu_is_derived=True)
-    if given == 0 or given == needed or (given < 1 and needed == 1):
+    if stated == 0 or stated == needed or (stated < 1 and needed == 1):
         return service
     raise ConfigError(
-        f"{service.origin}: {service.name}.ServiceArgs.resources.gpu is {given:g}, but the engine "
+        f"{service.origin}: {service.name}.ServiceArgs.resources.gpu is {stated:g}, but the engine "
         f"uses {needed} per worker ({flags.formula()}); remove resources.gpu, or set "
         f"tensor-parallel-size to match"
     )

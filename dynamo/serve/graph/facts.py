@@ -1,7 +1,7 @@
 """What a service is, and where a frontend listens: decided once, when a graph is planned. Pure.
 
-The arbiter writes these facts into the statefile, and other programs read them there: they cannot
-know the variables of a process, nor the directory in which a relative path of its command begins.
+The arbiter writes these facts into the statefile, and other programs read them there: they have
+neither the variables of a process nor the directory in which a relative path of its command begins.
 """
 
 from __future__ import annotations

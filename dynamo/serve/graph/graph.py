@@ -86,6 +86,7 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
             raise ConfigError(f"{source}: the file is empty")
         visitor = _Visitor(source)
         visitor.visit(node, (), [])
+        # After the visit, which bounds what this expands.
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -116,6 +117,7 @@ class _Visitor:
 
     def visit(self, node: yaml.Node, path: Path, above: list[yaml.Node]) -> None:
         """Check ``node`` and its children; record the positions of their keys."""
+        # The value of a scalar is its text, that of other nodes the list of their children.
         self._chars += _CHARS_A_VALUE + len(node.value)
         if self._chars > MAX_EXPANDED_CHARS:
             raise ConfigError(
@@ -123,8 +125,8 @@ class _Visitor:
                 f"is larger than {MAX_EXPANDED_CHARS:,} characters"
             )
         if node in above:  # nodes compare by identity
-            place = _place(self._source, node.start_mark)
-            raise ConfigError(f"{place}: an alias that contains itself")
+            position = _place(self._source, node.start_mark)
+            raise ConfigError(f"{position}: an alias that contains itself")
         if isinstance(node, yaml.SequenceNode):
             for item in node.value:
                 self.visit(item, (*path, "[]"), [*above, node])
@@ -137,17 +139,17 @@ class _Visitor:
             if key.tag == _MERGE:
                 self.visit(value, (*path, "<<"), above)
                 continue
-            place = _place(self._source, key.start_mark)
+            position = _place(self._source, key.start_mark)
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 raise ConfigError(
-                    f"{place}: a key must be text; quote it if it looks like another value"
+                    f"{position}: a key must be text; quote it if it looks like another value"
                 )
             if key.value in seen:
                 first = seen[key.value].start_mark.line + 1
                 name = _name(path, key.value)
-                raise ConfigError(f"{place}: {name} is already set in line {first}")
+                raise ConfigError(f"{position}: {name} is already set in line {first}")
             seen[key.value] = key
-            self.origins[(*path, key.value)] = place
+            self.origins[(*path, key.value)] = position
             self.visit(value, (*path, key.value), above)
 
 
@@ -194,27 +196,27 @@ class _Reader:
 
     def override(self, override: Override) -> None:
         name = override.path[0]
-        known = [key for key in self.values if key != "namespace"]
-        if name not in known:
+        services = [key for key in self.values if key != "namespace"]
+        if name not in services:
             raise ConfigError(
                 f"{override.text}: no service {name!r} in {self.source}; it has "
-                f"{', '.join(known) or 'none'}{_hint(name, known)}"
+                f"{', '.join(services) or 'none'}{_hint(name, services)}"
             )
         self.values = merge(self.values, override.path, override.value)
         self.origins[override.path] = override.text
 
     def fail(self, path: Sequence[str], problem: str) -> NoReturn:
         """Raise an error for the key at ``path``, at the position of its nearest parent."""
-        place = self.source
+        position = self.source
         for size in range(len(path), 0, -1):
             if tuple(path[:size]) in self.origins:
-                place = self.origins[tuple(path[:size])]
+                position = self.origins[tuple(path[:size])]
                 break
-        raise ConfigError(f"{place}: {'.'.join(path)} {problem}")
+        raise ConfigError(f"{position}: {'.'.join(path)} {problem}")
 
     def graph(self, namespace: str | None, default_namespace: str) -> Graph:
-        given = namespace if namespace is not None else self.values.get("namespace")
-        name = default_namespace if given is None else given
+        requested = namespace if namespace is not None else self.values.get("namespace")
+        name = default_namespace if requested is None else requested
         if not is_namespace(name):
             self.fail(("namespace",), f"{NAMESPACE_RULE}, got {name!r}")
         common = self.mapping(("Common",), self.values.get("Common"))
@@ -326,17 +328,18 @@ class _Reader:
         return next(filter(None, places), self.source)
 
     def _gpu(self, name: str, resources: Mapping[str, Any]) -> float | None:
-        given = resources.get("gpu")
-        if given is None:
+        raw = resources.get("gpu")
+        if raw is None:
             return None
         try:
-            value = float(given)
+            value = float(raw)
         except (TypeError, ValueError):
             value = -1.0
+        # The bound excludes infinity and NaN, for which int() raises.
         whole = value == int(value) if abs(value) < 1e6 else False
-        if isinstance(given, bool) or not (0 <= value < 1 or (whole and value >= 0)):
+        if isinstance(raw, bool) or not (0 <= value < 1 or (whole and value >= 0)):
             path = (name, "ServiceArgs", "resources", "gpu")
-            self.fail(path, f"must be a whole number of GPUs or a fraction below 1, got {given!r}")
+            self.fail(path, f"must be a whole number of GPUs or a fraction below 1, got {raw!r}")
         return value
 
     def _envs(self, name: str, args: Mapping[str, Any]) -> Mapping[str, str]:
@@ -358,11 +361,13 @@ class _Reader:
             self.fail(path, f"must be a number of seconds, got {value!r}")
         return float(value)
 
-    def _known(self, path: tuple[str, ...], given: Mapping[str, Any], known: Sequence[str]) -> None:
-        for key in given:
-            if key not in known:
+    def _known(
+        self, path: tuple[str, ...], values: Mapping[str, Any], allowed: Sequence[str]
+    ) -> None:
+        for key in values:
+            if key not in allowed:
                 self.fail(
-                    (*path, key), f"is unknown; allowed: {', '.join(known)}{_hint(key, known)}"
+                    (*path, key), f"is unknown; allowed: {', '.join(allowed)}{_hint(key, allowed)}"
                 )
 
     def _distinct(self, names: Sequence[str]) -> None:
@@ -381,8 +386,8 @@ class _Reader:
         for name in names:
             args = self.values[name].get("ServiceArgs")
             if args and "envs" in args:
-                shown = {key: value for key, value in args.items() if key != "envs"}
-                out[name] = {**self.values[name], "ServiceArgs": shown}
+                public = {key: value for key, value in args.items() if key != "envs"}
+                out[name] = {**self.values[name], "ServiceArgs": public}
         return out
 
 
@@ -390,8 +395,8 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _hint(word: str, known: Iterable[str]) -> str:
-    names = {_plain(name): name for name in known}
+def _hint(word: str, candidates: Iterable[str]) -> str:
+    names = {_plain(name): name for name in candidates}
     close = difflib.get_close_matches(_plain(word), list(names), n=1)
     return f" (did you mean {names[close[0]]}?)" if close else ""
 

@@ -30,7 +30,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     Accepted: ``--S.k=v``, ``--S.k v`` and ``--S.k = v``.
     """
     rest: list[str] = []
-    found: list[Override] = []
+    overrides: list[Override] = []
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
@@ -43,8 +43,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
             if tokens[:1] == ["="]:
                 tokens.pop(0)
             raw = tokens.pop(0) if tokens else None
-        found.append(_override(name, raw))
-    return rest, found
+        overrides.append(_override(name, raw))
+    return rest, overrides
 
 
 def _override(name: str, raw: str | None) -> Override:
@@ -60,6 +60,7 @@ def _override(name: str, raw: str | None) -> Override:
 def parse_value(raw: str) -> Any:
     """Parse JSON, else an integer, a decimal, true or false in any case, else return the text."""
     try:
+        # JSON has no NaN or Infinity, but json.loads() accepts them: they stay text.
         return json.loads(raw, parse_constant=str)
     except ValueError:
         pass
@@ -68,6 +69,7 @@ def parse_value(raw: str) -> Any:
             number = kind(raw)
         except ValueError:
             continue
+        # int() and float() accept 1_000, inf and nan: these stay text.
         if "_" not in raw and abs(number) != float("inf") and number == number:
             return number
     return {"true": True, "false": False}.get(raw.lower(), raw)

@@ -38,7 +38,7 @@ class BadArgument(ValueError):
 class ModelArgs:
     """The keys of one model; see :data:`MODEL_KEYS`."""
 
-    #: Seconds without requests until its last worker goes; None: as the planner's option says.
+    #: Seconds without requests until its last worker is stopped; None: the planner's option.
     idle_timeout: float | None = None
     #: Groups of models; no two models of one are awake at a time.
     group: tuple[str, ...] = ()
@@ -54,32 +54,34 @@ class ModelArgs:
     show_loading: bool = False
 
 
-MODEL_KEYS = tuple(one.name for one in fields(ModelArgs))
+MODEL_KEYS = tuple(key.name for key in fields(ModelArgs))
 
 
 def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     """Return what ``ServiceArgs`` says about the model. Raises BadArgument."""
-    found = {key: _READERS[key](key, args[key]) for key in MODEL_KEYS if args.get(key) is not None}
-    return ModelArgs(**found)
+    values = {key: _READERS[key](key, args[key]) for key in MODEL_KEYS if args.get(key) is not None}
+    return ModelArgs(**values)
 
 
 def model_args_of(args: Mapping[str, Any]) -> ModelArgs:
     """Return the same for ``ServiceArgs`` in a statefile, where a wrong key does not count."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key in MODEL_KEYS:
         try:
-            found |= {key: _READERS[key](key, args[key])} if args.get(key) is not None else {}
+            values |= {key: _READERS[key](key, args[key])} if args.get(key) is not None else {}
         except BadArgument:
             continue
-    return ModelArgs(**found)
+    return ModelArgs(**values)
 
 
 def merged(args: Iterable[ModelArgs]) -> ModelArgs:
     """Return the keys of one model with several services: the first service that has a key."""
-    found: dict[str, Any] = {}
-    for one in args:
-        found |= {key: v for key in MODEL_KEYS if (v := getattr(one, key)) and not found.get(key)}
-    return ModelArgs(**found)
+    values: dict[str, Any] = {}
+    for service in args:
+        values |= {
+            key: v for key in MODEL_KEYS if (v := getattr(service, key)) and not values.get(key)
+        }
+    return ModelArgs(**values)
 
 
 def duration_s(value: Any) -> float | None:
@@ -117,8 +119,8 @@ def _hidden(key: str, value: Any) -> str:
 def _defaults(key: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise BadArgument(key, f"must be a mapping of fields to values, got {value!r}")
-    for name, given in value.items():
-        if given is None:
+    for name, default in value.items():
+        if default is None:
             raise BadArgument(key, f"{name} has no value")
     return dict(zip(_fields(key, list(value)), value.values(), strict=True))
 
@@ -175,8 +177,8 @@ def serves_model(program: str | None, declared: bool) -> bool:
 
     Programs of ours are known; those of others have it ``declared`` in ``ServiceArgs``.
     """
-    known = PROGRAMS.get(program or "")
-    return declared if known is None else known.registers_model
+    ours = PROGRAMS.get(program or "")
+    return declared if ours is None else ours.registers_model
 
 
 def read_workers(args: Mapping[str, Any]) -> int:

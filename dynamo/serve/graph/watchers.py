@@ -230,10 +230,10 @@ def plan_added(
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
     module = module_of(argv)
     shared = added_env(base, name) if base else _shared_env(specs)
-    given, pinned = env.get(_GPUS), base is not None and base.pinned and _GPUS not in env
+    named, pinned = env.get(_GPUS), base is not None and base.pinned and _GPUS not in env
     if base is not None and not pinned:
         shared.pop(_GPUS, None)
-    gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
+    gpus = tuple(gpu for gpu in named.split(",") if gpu) if named else ()
     if base is not None and pinned:
         gpus = base.gpus
     shares = base is not None and (pinned or (0 < base.gpu < 1 and len(gpus) == 1))
@@ -287,6 +287,7 @@ def drain_env(graceful_timeout_s: float) -> dict[str, str]:
     They are shorter, so that the process itself ends the streams that are left: a worker's then
     continue on another one, and it exits with status 0.
     """
+    # 5 s, or a fifth of a short timeout, are left for the exit after the drain.
     seconds = graceful_timeout_s - min(_EXIT_S, _EXIT_SHARE * graceful_timeout_s)
     return dict.fromkeys(DRAIN_TIMEOUTS, f"{seconds:g}")
 
@@ -331,6 +332,7 @@ def place(
     """
     allocator = allocator or Allocator(inventory)
     for spec in specs:
+        # In a pass of its own: an earlier service must not get a GPU that a later one names.
         if spec.starts and spec.pinned:
             allocator.hold(spec.name, spec.gpus, spec.gpu or 1.0)
     placed = []
@@ -338,6 +340,7 @@ def place(
         if not spec.gpu or _GPUS in spec.env:
             placed.append(spec)
             continue
+        # A template gets no GPU, but the order in which CUDA counts them for its later workers.
         if not spec.starts:
             placed.append(replace(spec, env={**inventory.env, **spec.env}))
             continue

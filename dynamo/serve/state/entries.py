@@ -135,8 +135,8 @@ def delete_entry(document: Document, name: str) -> None:
 
 def is_void(entry: Entry, lives: Lives) -> bool:
     """Whether the process that was adding this worker has exited before the arbiter received it."""
-    known = entry.watcher is not None or entry.processes or entry.asleep
-    return entry.reserved_by is not None and not known and not lives(entry.reserved_by)
+    received = entry.watcher is not None or entry.processes or entry.asleep
+    return entry.reserved_by is not None and not received and not lives(entry.reserved_by)
 
 
 def is_freed(document: Document, name: str) -> bool:

@@ -104,6 +104,7 @@ class BoxEventLog:
                 if os.fstat(file).st_size < LIMIT_BYTES:
                     yield file
                     return
+                # The next turn of the loop creates the new file.
                 self.path.replace(self.path.with_suffix(OLDER_SUFFIX))
             finally:
                 os.close(file)

@@ -53,17 +53,17 @@ class GpuLedger:
         self._pinned = {name for name, entry in document.components.items() if entry.pinned}
         self._sleepers = {
             gpu
-            for one in (document, *others)
-            for entry in one.components.values()
+            for deployment in (document, *others)
+            for entry in deployment.components.values()
             if entry.asleep
             for gpu in entry.gpus
         }
         self.held = _all_held(document, self._assigned, lives)
         """The share of each GPU that each holder has, by its name; 1 is a whole one."""
         self.elsewhere = {
-            f"{name} of namespace {other.namespace}": held
+            f"{name} of namespace {other.namespace}": shares
             for other in others
-            for name, held in _all_held(other, dict(_assigned(other)), lives).items()
+            for name, shares in _all_held(other, dict(_assigned(other)), lives).items()
         }
         """The same of the other deployments."""
 
@@ -77,12 +77,17 @@ class GpuLedger:
         for name, shares in self._holders():
             for gpu, share in shares.items():
                 if gpu in left and name not in without:
+                    # Workers on pinned GPUs may hold more than one GPU has: their owner shares it.
                     left[gpu] = max(0.0, left[gpu] - share)
         return left
 
     def holders(self, gpus: Collection[str], without: str = "") -> list[str]:
         """Return those that hold some of ``gpus``, those of the own deployment first."""
-        return [n for n, one in self._holders() if n != without and not one.keys().isdisjoint(gpus)]
+        return [
+            n
+            for n, shares in self._holders()
+            if n != without and not shares.keys().isdisjoint(gpus)
+        ]
 
     def assign(
         self,
@@ -133,11 +138,11 @@ class GpuLedger:
 def _all_held(
     document: Document, assigned: Mapping[str, Mapping[str, float]], lives: Lives
 ) -> dict[str, dict[str, float]]:
-    held = {
+    holders = {
         name: _held(entry, assigned.get(name, {}), lives)
         for name, entry in document.components.items()
     }
-    return {name: shares for name, shares in held.items() if shares}
+    return {name: shares for name, shares in holders.items() if shares}
 
 
 def _assigned(document: Document) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -152,14 +157,14 @@ def _held(entry: Entry, assigned: Mapping[str, float], lives: Lives) -> dict[str
     reserved = entry.replacing.gpus if entry.replacing is not None else {}
     if not entry.holds_gpus or (entry.asleep and entry.reserved_by is None):
         return dict(reserved)
-    held: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for process in entry.processes:
         for gpu, share in process.gpus.items():
-            held[gpu] += share
+            totals[gpu] += share
     for shares in (assigned if _keeps(entry, lives) else {}, reserved):
         for gpu, share in shares.items():
-            held[gpu] = max(held[gpu], share)
-    return dict(held)
+            totals[gpu] = max(totals[gpu], share)
+    return dict(totals)
 
 
 def _keeps(entry: Entry, lives: Lives) -> bool:
@@ -173,4 +178,5 @@ def _keeps(entry: Entry, lives: Lives) -> bool:
 
 
 def _gpu_order(gpu: str) -> tuple[bool, int]:
+    # Indices by number; UUIDs behind them keep their order, because sorted() is stable.
     return (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0)

@@ -72,15 +72,15 @@ def ledger_of(document: Document, ids: Sequence[str] | None = None) -> GpuLedger
 def neighbours(document: Document) -> list[Document]:
     """Return the statefiles of the other deployments that run in the directory of ``document``."""
     directory = Path(document.directory or os.devnull)
-    found = []
+    others = []
     for path in sorted(directory.glob("*.json")):
         with contextlib.suppress(StatefileError):  # damaged, or of another program
             other = None
             if path.stem != document.namespace:
                 other = Statefile(directory, path.stem).read()
             if other is not None and runs_here(other.arbiter):
-                found.append(other)
-    return found
+                others.append(other)
+    return others
 
 
 class ProcessStat(NamedTuple):
@@ -102,6 +102,7 @@ def stat(pid: int) -> ProcessStat | None:
         return None
     # The second field is the name in parentheses, which may itself contain spaces and ")".
     fields = text[text.rindex(b")") + 2 :].split()
+    # Behind the name, field 3 of proc(5) is index 0: the start time, field 22, is index 19.
     parent, group, session = (int(word) for word in fields[1:4])
     return ProcessStat(pid, fields[0].decode(), parent, group, session, int(fields[19]))
 
@@ -109,7 +110,7 @@ def stat(pid: int) -> ProcessStat | None:
 def snapshot() -> list[ProcessStat]:
     """Return all visible processes of this machine. Takes about a millisecond for some hundred."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - many names
-    return [found for found in map(stat, pids) if found is not None]
+    return [process for process in map(stat, pids) if process is not None]
 
 
 def children(pid: int) -> list[ProcessStat]:
@@ -119,14 +120,14 @@ def children(pid: int) -> list[ProcessStat]:
 
 def same_process(pid: int, start_ticks: int) -> bool:
     """Whether ``pid`` is still the process with this start time, and not a zombie."""
-    found = stat(pid)
-    return found is not None and found.start_ticks == start_ticks and found.state != "Z"
+    process = stat(pid)
+    return process is not None and process.start_ticks == start_ticks and process.state != "Z"
 
 
 def is_halted(pid: int) -> bool:
     """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger keeps the process from running."""
-    found = stat(pid)
-    return found is not None and found.state in ("T", "t")
+    process = stat(pid)
+    return process is not None and process.state in ("T", "t")
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -145,6 +146,7 @@ def die_with_parent(signum: int, parent: int) -> bool:
     The kernel watches the *thread* that forked us. Kept across execve, not across fork.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
+    # Checked after the request: a parent that died before it causes no signal.
     return os.getppid() == parent
 
 
@@ -171,6 +173,7 @@ def end_descendants(
     """
     deadline = time.monotonic() + timeout_s
     while True:
+        # The kernel gives the children of a killed process to this one: look until none is left.
         left = [child for child in children(os.getpid()) if child.pid not in spare]
         for child in left:
             if child.state != "Z":
@@ -193,14 +196,15 @@ def _prctl(option: int, value: int) -> None:
 
 def reap(child: int) -> int | None:
     """Reap all zombies; return the exit status of ``child`` if it is one of them."""
-    found = None
+    exit_status = None
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return exit_status
         if pid == 0:
-            return found
+            return exit_status
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
+            # As a shell reports a signal: 128 plus its number.
+            exit_status = code if code >= 0 else 128 - code

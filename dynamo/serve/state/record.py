@@ -176,8 +176,8 @@ class StatefileWriter:
             return True
         awake = self.states().get(spec.name) != ASLEEP  # awake again, its entry says so first
         ledger = self.ledger()
-        held = spec.shares.keys() <= ledger.held.get(spec.name, {}).keys()
-        return awake and held and ledger.can_hold(spec.name)
+        covered = spec.shares.keys() <= ledger.held.get(spec.name, {}).keys()
+        return awake and covered and ledger.can_hold(spec.name)
 
     def refusal(self, name: str) -> str:
         """Return why the processes of a watcher are not to be replaced now: it drains, or another
@@ -190,13 +190,13 @@ class StatefileWriter:
 
         Returns ``spec`` on these GPUs. Raises ConfigError if there are none.
         """
-        found = [spec]
+        claimed = [spec]
 
         def claim(document: Document) -> None:
-            found[0] = _claim(document, spec)
+            claimed[0] = _claim(document, spec)
 
         await self._change(claim, assigns=True)
-        return found[0]
+        return claimed[0]
 
     async def replace(self, spec: WatcherSpec, beside: bool) -> WatcherSpec:
         """Begin the replacement of the processes of a watcher: reserve GPUs for ``spec``.
@@ -205,14 +205,15 @@ class StatefileWriter:
         GPUs. Raises ConfigError if there are none, Unavailable with a :meth:`refusal`; then nothing
         has begun.
         """
-        found = [spec]
-        change = partial(_replace, spec=spec, beside=beside, found=found)
+        reserved = [spec]
+        change = partial(_replace, spec=spec, beside=beside, reserved=reserved)
         await self._change(change, assigns=True)
         self._replacing.add(spec.name)  # before anything else can write
-        return found[0]
+        return reserved[0]
 
     async def replaced(self, name: str) -> None:
         """End the replacement: the entry holds what its processes use and what is assigned."""
+        # Before the write, which keeps ``replacing`` of the names in the set.
         self._replacing.discard(name)
         await self._write_change()
         if self._failed:
@@ -295,6 +296,7 @@ class StatefileWriter:
             for name, entry in document.components.items():
                 if name not in replacing:
                     entry.replacing = None
+            # Last: it may begin a replacement, whose name is not in the set yet.
             then(document)
 
         try:
@@ -332,16 +334,18 @@ def _claim(document: Document, spec: WatcherSpec) -> WatcherSpec:
     return placed
 
 
-def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[WatcherSpec]) -> None:
+def _replace(
+    document: Document, spec: WatcherSpec, beside: bool, reserved: list[WatcherSpec]
+) -> None:
     entry = document.components.setdefault(spec.name, _entry(spec))
     if refusal := _refusal(entry):
         raise Unavailable(refusal)
     ledger = ledger_of(document)
-    found[0] = placed = _placed(spec, ledger, beside)
-    held = ledger.held.get(spec.name, {})
-    gpus = dict(held)
+    reserved[0] = placed = _placed(spec, ledger, beside)
+    current = ledger.held.get(spec.name, {})
+    gpus = dict(current)
     for gpu, share in placed.shares.items():
-        before = held.get(gpu, 0.0)
+        before = current.get(gpu, 0.0)
         # Beside the old process both use the GPU; else the new one takes its share over.
         gpus[gpu] = before + share if beside else max(before, share)
     entry.replacing = Replacement(since=time.time(), gpus=gpus)

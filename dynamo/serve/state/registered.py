@@ -97,16 +97,16 @@ class Leases:
 
         Of several leases in one session it is the one with the lowest id.
         """
-        found: dict[int, int] = {}
+        leases: dict[int, int] = {}
         for lease, session in self._sessions().items():
-            found[session] = min(lease, found.get(session, lease))
-        return found
+            leases[session] = min(lease, leases.get(session, lease))
+        return leases
 
     def with_model(self) -> set[int]:
         """Return the sessions whose processes have a model card registered now."""
-        found = {session for session, _ in self._registered()}
-        self.served |= found
-        return found
+        sessions = {session for session, _ in self._registered()}
+        self.served |= sessions
+        return sessions
 
     def keep(self, sessions: Collection[int]) -> None:
         """Drop all other sessions from ``served``: the numbers of ended processes are used again.
@@ -117,11 +117,11 @@ class Leases:
 
     def model_of(self) -> dict[int, str]:
         """Return the name of the model that each session serves, of its first card."""
-        found: dict[int, str] = {}
+        models: dict[int, str] = {}
         for session, record in self._registered():
             with contextlib.suppress(ValueError):  # reported by the frontend
-                found.setdefault(session, decode_card(record).display_name)
-        return found
+                models.setdefault(session, decode_card(record).display_name)
+        return models
 
     def models(self) -> set[str]:
         """Return the names of the models that are registered now, adapters included."""
@@ -134,7 +134,7 @@ class Leases:
         for session, card in self._served():
             sessions.setdefault(card.display_name, set()).add(session)
             files.setdefault(card.display_name, set()).add(card.checksum)
-        return {name: sessions[name] for name, found in files.items() if len(found) > 1}
+        return {name: sessions[name] for name, checksums in files.items() if len(checksums) > 1}
 
     def _served(self) -> Iterator[tuple[int, ModelCard]]:
         """Yield each model card but those of prefill workers, with the session of its process."""
@@ -161,6 +161,7 @@ class Leases:
 
     def _sessions(self) -> dict[int, int]:
         """Return the session of each lease of a living process of this host."""
+        # Before the read: a change between the two then causes an event.
         self._watch()
         return dict(_sessions(self._read_leases()))
 

@@ -17,16 +17,16 @@ _GIB = 1 << 30
 
 def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> dict[str, str]:
     """Return those of ``gpus`` of which less than ``share`` is free, and what is wrong. Pure."""
-    found = {}
+    reasons = {}
     for name in gpus:
         for gpu in devices:
             free_bytes = gpu.memory_bytes - gpu.used_bytes
             if gpu.is_named(name) and gpu.memory_bytes and free_bytes < share * gpu.memory_bytes:
-                found[name] = (
+                reasons[name] = (
                     f"GPU {name}: {free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB "
                     f"are free, and a worker reserves {share:.0%}"
                 )
-    return found
+    return reasons
 
 
 def sleeper_to_wake(
@@ -74,13 +74,22 @@ def group_rivals(
 
     No two models of a group may be awake together.
     """
-    known = read_services(document).values()
+    declared = read_services(document).values()
     own = {service.model for service in services}
-    groups = {name for one in known if one.model in own for name in one.facts.model_args.group}
-    others = {one.model for one in known if not groups.isdisjoint(one.facts.model_args.group)} - own
+    groups = {
+        name
+        for candidate in declared
+        if candidate.model in own
+        for name in candidate.facts.model_args.group
+    }
+    others = {
+        candidate.model
+        for candidate in declared
+        if not groups.isdisjoint(candidate.facts.model_args.group)
+    } - own
     return [
         entry.name
-        for service in known
+        for service in declared
         if service.model in others
         for entry in service.entries
         if is_reserved(entry, active) or (entry.pids and not entry.asleep)
@@ -126,5 +135,5 @@ def _effect(document: Document, service: ServiceEntries, devices: Sequence[Gpu])
 
 def _without_gpu(service: ServiceEntries, ledger: GpuLedger, reasons: Iterable[str]) -> LoadEffect:
     holders = tuple(ledger.holders(ledger.ids))
-    found = [f"needs {service.gpus:g} GPU{'' if service.gpus <= 1 else 's'}, more than is free"]
-    return LoadEffect(text="; ".join([*found, *reasons]), blocked_by=holders)
+    needs = [f"needs {service.gpus:g} GPU{'' if service.gpus <= 1 else 's'}, more than is free"]
+    return LoadEffect(text="; ".join([*needs, *reasons]), blocked_by=holders)

@@ -135,7 +135,7 @@ class RunDirectory:
         fallback = fallback_dir(self.path)
         for directory in (self.path, *([fallback] if fallback else [])):
             for path in list(_sockets(directory)):
-                if not {socket_owner(one) for one in (path, path.parent)} & living:
+                if not {socket_owner(owned) for owned in (path, path.parent)} & living:
                     path.unlink(missing_ok=True)
         if living:
             return  # a manually started worker, or another deployment, still uses the store
@@ -284,6 +284,7 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
     ended: set[int] = set()
     while time.monotonic() < deadline:
         members = [p for p in snapshot() if p.session == leader and p.state != "Z"]
+        # The number of the leader was given to another process: the session has ended.
         if any(p.pid == leader and p.start_ticks != ticks for p in members):
             break
         ours = [p for p in members if p.pid == leader or _is_of_watcher(p.pid, watcher)]
@@ -330,11 +331,11 @@ def _end_escaped(document: Document, state_dir: Path) -> int:
 
 def _ancestors(processes: Iterable[ProcessStat]) -> set[int]:
     parents = {process.pid: process.parent for process in processes}
-    found, pid = set[int](), os.getpid()
-    while pid in parents and pid not in found:
-        found.add(pid)
+    ancestors, pid = set[int](), os.getpid()
+    while pid in parents and pid not in ancestors:
+        ancestors.add(pid)
         pid = parents[pid]
-    return found
+    return ancestors
 
 
 def _is_of_deployment(pid: int, document: Document, state_dir: Path) -> bool:
@@ -357,6 +358,7 @@ def _kill(process: ProcessStat) -> None:
     except ProcessLookupError:
         return
     try:
+        # With the pidfd open, the number cannot pass to another process between check and signal.
         if same_process(process.pid, process.start_ticks):
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             select.select([watch], [], [], _END_TIMEOUT_S)

@@ -118,6 +118,7 @@ class Statefile:
         except OSError as error:
             raise StatefileError(f"cannot read {self.path}: {error.strerror}") from None
         document = Document.decoded(text)
+        # The fast decoder refuses unknown keys; the slow one keeps them, or names what is wrong.
         if document is None or not _is_complete(document):
             document = self._parsed(text)
         if document.version > VERSION:
@@ -153,6 +154,7 @@ class Statefile:
         ``change`` may assign GPUs, see :meth:`update`.
         """
         document.directory = str(self.path.parent)
+        # In this order here and in update(): two processes must not hold one lock each and wait.
         with self._locked(), self._gpus_locked():
             change(document)
             self._write(document)

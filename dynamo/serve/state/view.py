@@ -140,7 +140,9 @@ class DeploymentView:
     @cached_property
     def workers(self) -> Mapping[str, WorkerView]:
         """One for each entry, by its name."""
-        owners = {entry.name: one for one in self.services.values() for entry in one.entries}
+        owners = {
+            entry.name: service for service in self.services.values() for entry in service.entries
+        }
         return {
             name: self._worker(entry, owners.get(name))
             for name, entry in self.document.components.items()

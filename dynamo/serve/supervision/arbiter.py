@@ -232,10 +232,10 @@ class SupervisingArbiter(RollingArbiter):
 
     def alive(self) -> dict[str, list[SupervisedProcess]]:
         """Return the processes that are not reaped yet, by watcher."""
-        found: dict[str, list[SupervisedProcess]] = {w.name: [] for w in self.watchers}
+        by_watcher: dict[str, list[SupervisedProcess]] = {w.name: [] for w in self.watchers}
         for watcher, process in self._alive.values():
-            found.setdefault(watcher.name, []).append(process)
-        return found
+            by_watcher.setdefault(watcher.name, []).append(process)
+        return by_watcher
 
     def start_nothing(self) -> None:
         """Stop starting processes: from now on an exited process is not replaced."""
@@ -281,8 +281,8 @@ class SupervisingArbiter(RollingArbiter):
                 f"a watcher's name must be at most 200 letters, digits, '_', '-' or '.', "
                 f"got {name[:200]!r}"
             )
-        known = {w.name: w for w in self.watchers}
-        if name in known:
+        watchers = {w.name: w for w in self.watchers}
+        if name in watchers:
             return super().add_watcher(name, cmd, **options)  # raises: the name is taken
         return self.adopt(self._make_watcher(name, cmd, **options))
 
@@ -298,6 +298,7 @@ class SupervisingArbiter(RollingArbiter):
     async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
         """Remove ``watchers``, and stop their processes stage by stage."""
         for watcher in [watcher for watcher in watchers if watcher in self.watchers]:
+            # Out of the lists before the stop: the exit of a removed watcher's process is no death.
             self._watchers_names.pop(watcher.name.lower(), None)
             self.watchers.remove(watcher)
             watcher.notify_event("remove", {"time": time.time()})
@@ -330,9 +331,10 @@ class SupervisingArbiter(RollingArbiter):
                     group.create_task(_wait_for(stop(watcher)))
 
     async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
-        found: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
-        chosen = [watcher for watcher in found if watcher.autostart]
+        listed: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
+        chosen = [watcher for watcher in listed if watcher.autostart]
         for watcher in chosen:
+            # For all before the first start: one that waits for its turn does not count as stopped.
             watcher.starting = watcher.is_stopped()
         for watcher in chosen:
             if not self._stopping:
@@ -361,13 +363,13 @@ class SupervisingArbiter(RollingArbiter):
         while True:
             try:
                 # WNOWAIT keeps the zombie, and with it the pid, until _reap has killed its group.
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
-            if found is None:
+            if child is None:
                 break
             reaped = True
-            self._reap(found.si_pid)
+            self._reap(child.si_pid)
         if reaped:
             self._end_orphans()
 

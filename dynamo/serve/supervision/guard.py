@@ -54,6 +54,7 @@ def run_guarded(
     """
     hold_signals()
     become_subreaper()
+    # Before the fork: the child would write what is still buffered a second time.
     _flush()
     guard = os.getpid()
     child = os.fork()
@@ -62,7 +63,7 @@ def run_guarded(
     status = _wait(child)
     if status > _SIGNALLED:  # else it has said itself why it exits
         number = status - _SIGNALLED
-        name = next((one.name for one in signal.Signals if one == number), number)
+        name = next((signum.name for signum in signal.Signals if signum == number), number)
         text = f"the arbiter (pid {child}) was killed by {name}; killing what it started"
         log.error("dynamo serve: %s", text)
         on_killed(text)

@@ -43,9 +43,9 @@ _FAILURE = re.compile(
 def last_line_in(lines: Sequence[str]) -> str:
     """Return the last line that is not empty, as a terminal shows it, shortened; "" without one."""
     for line in reversed(lines):
-        shown = _ESCAPES.sub("", line).rpartition("\r")[2].strip()
-        if shown:
-            return shown[:_LINE_CHARACTERS]
+        text = _ESCAPES.sub("", line).rpartition("\r")[2].strip()
+        if text:
+            return text[:_LINE_CHARACTERS]
     return ""
 
 
@@ -60,15 +60,15 @@ def cause_in(lines: Sequence[str]) -> str:
 
     A Python process ends with the exception. Others report the first error, and then its effects.
     """
-    found = _exception_in(lines) or next((line for line in lines if _FAILURE.search(line)), "")
-    return last_line_in([found]) or last_line_in(lines)
+    cause = _exception_in(lines) or next((line for line in lines if _FAILURE.search(line)), "")
+    return last_line_in([cause]) or last_line_in(lines)
 
 
 def refusal_in(lines: Sequence[str]) -> str:
     """Return the message of a program that has just rejected its settings; "" without one."""
     for line in reversed(lines[-_REFUSAL_LINES:]):
-        if found := _REFUSAL.search(line):
-            return found[1].strip()[:_REFUSAL_CHARACTERS]
+        if match := _REFUSAL.search(line):
+            return match[1].strip()[:_REFUSAL_CHARACTERS]
     return ""
 
 
@@ -76,19 +76,19 @@ def _exception_in(lines: Sequence[str]) -> str:
     """Return the last exception that does not refer to another one."""
     for index in reversed(range(len(lines))):
         line = _ESCAPES.sub("", lines[index])
-        found = _EXCEPTION.search(line)
-        if found is not None and not _ELSEWHERE.search(found[0]):
-            more = _continued(line[: found.start()], lines[index + 1 : index + _CAUSE_LINES])
-            return " ".join((found[0].strip(), *more))[:_LINE_CHARACTERS]
+        match = _EXCEPTION.search(line)
+        if match is not None and not _ELSEWHERE.search(match[0]):
+            more = _continued(line[: match.start()], lines[index + 1 : index + _CAUSE_LINES])
+            return " ".join((match[0].strip(), *more))[:_LINE_CHARACTERS]
     return ""
 
 
 def _continued(prefix: str, lines: Sequence[str]) -> Iterator[str]:
     """Yield the further lines of an exception's message; a logger repeats its ``prefix``."""
     for line in lines:
-        shown = _ESCAPES.sub("", line)
-        text = shown.removeprefix(prefix).strip()
-        goes_on = shown.startswith(prefix) if prefix.strip() else _GOES_ON.match(shown)
+        plain = _ESCAPES.sub("", line)
+        text = plain.removeprefix(prefix).strip()
+        goes_on = plain.startswith(prefix) if prefix.strip() else _GOES_ON.match(plain)
         if not goes_on or not text or text.startswith("Traceback"):
             return
         yield text
@@ -147,6 +147,7 @@ class LogFile:
         before = self._file
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         self._open()
+        # Only now: if the new file cannot be opened, lines still go to the old one.
         before.close()
 
 
@@ -176,10 +177,10 @@ class ServiceOutput:
     def tail(self) -> list[str]:
         """Return the latest 20 lines, after the cause that the last one refers to, if any."""
         lines = self._lines()
-        shown = lines[-_SHOWN_LINES:]
+        latest = lines[-_SHOWN_LINES:]
         cause = telling_line(lines)
-        known = not cause or any(cause in line for line in shown)
-        return shown if known else [cause, "…", *shown]
+        repeated = not cause or any(cause in line for line in latest)
+        return latest if repeated else [cause, "…", *latest]
 
     def _lines(self) -> list[str]:
         return [line.decode(errors="replace") for line in self._tail]
@@ -251,6 +252,7 @@ class OutputPipe:
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             self._on_line(line.rstrip(b"\r"))
+        # A carriage return at the end may be the first half of a line end.
         if b"\r" in self._partial.rstrip(b"\r"):
             self._redrawn()
         if len(self._partial) >= _LINE_BYTES:

@@ -58,7 +58,7 @@ class RollingRestart:
         another operation changes is left out.
         """
         left_out = []
-        for watcher in sorted(watchers, key=lambda one: -one.stop_stage):
+        for watcher in sorted(watchers, key=lambda candidate: -candidate.stop_stage):
             if watcher not in watcher.arbiter.watchers:
                 continue  # it was drained, and has exited in the meantime
             if refusal := self._record.refusal(watcher.name):
@@ -93,9 +93,9 @@ class RollingRestart:
                 beside = await self._reserved(spec, beside=True)
                 if beside is not None:
                     return await self._start_then_stop(watcher, beside, level)
-            found = await self._reserved(spec, beside=False)
-            if found is not None:
-                return await self._stop_then_start(watcher, found, level)
+            reserved = await self._reserved(spec, beside=False)
+            if reserved is not None:
+                return await self._stop_then_start(watcher, reserved, level)
         except (StatefileError, Unavailable, OSError) as error:
             return f"{watcher.name}: not replaced: {error}"
         finally:
@@ -123,7 +123,7 @@ class RollingRestart:
             ended = watcher.given_up or watcher.is_stopped() or watcher.arbiter.stopping
             if exited or ended or watcher not in watcher.arbiter.watchers:
                 return False
-            processes = [one for one in watcher.processes.values() if one.is_alive()]
+            processes = [process for process in watcher.processes.values() if process.is_alive()]
             if level > UNKNOWN or not processes:
                 await self._change.wait()
             elif await self._survive(processes):  # a wrong command exits, and is started again

@@ -155,6 +155,7 @@ def _delay_s(count: int) -> float:
     """Return the delay before the restart after the ``count``-th death."""
     if count == 1:
         return 0.0
+    # Bounded: refused starts are repeated for ever, and the power would overflow.
     delay_s: float = _FIRST_DELAY_S * 2 ** min(count - 2, _MOST_DOUBLINGS)
     return min(delay_s, _MAX_DELAY_S)
 
@@ -283,6 +284,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.working_dir = after.working_dir
         if after.graceful_timeout_s != before.graceful_timeout_s:
             self.graceful_timeout = after.graceful_timeout_s
+        # Drop what only the old spec set; a variable that neither has is of `circusctl set`.
         kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
         self.env = {**kept, **after.env}
         self._single_because = single_because(after)
@@ -319,7 +321,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             return False
         processes = self.processes.values()
         wrong = len(processes) != self.numprocesses or bool(self.max_age)
-        return wrong or any(one.status in (DEAD_OR_ZOMBIE, UNEXISTING) for one in processes)
+        return wrong or any(process.status in (DEAD_OR_ZOMBIE, UNEXISTING) for process in processes)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
@@ -390,9 +392,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             process.stopping = True  # before the signal: its exit is then no death
             process.send_signal(self.stop_signal if stop_signal is None else stop_signal)
             self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
-        given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
+        timeout_s = self.graceful_timeout if graceful_timeout is None else graceful_timeout
         try:
-            async with asyncio.timeout(0 if self.arbiter.killing else given):
+            async with asyncio.timeout(0 if self.arbiter.killing else timeout_s):
                 await process.exited.wait()
         except TimeoutError:
             self.arbiter.overdue(self, process)

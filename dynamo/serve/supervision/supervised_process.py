@@ -50,8 +50,8 @@ class FrontendListener:
         if self._bound is not None and self._bound[0] != self.address:
             self.close()  # a process that still listens there has its own copy
         if self.address is not None and self._bound is None:
-            found = _bind(self.address)
-            self._bound = None if found is None else (self.address, found)
+            bound = _bind(self.address)
+            self._bound = None if bound is None else (self.address, bound)
         if self._bound is None:
             return dict(env), ()
         number = self._bound[1].fileno()
@@ -67,16 +67,17 @@ class FrontendListener:
 def _bind(address: FrontendAddress) -> socket.socket | None:
     """Bind to ``address``; None if that fails, or if the name has several addresses."""
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        if len(found) != 1:
+        if len(addresses) != 1:
             return None
-        family, kind, protocol, _, where = found[0]
+        family, kind, protocol, _, where = addresses[0]
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
+                # "::" takes IPv4, too.
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, where[0] != "::")
             bound.bind(where)
         except OSError:
@@ -128,8 +129,8 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         self.output.close_write_end()
         # circus reads name, memory and children from it. Never poll it: that would reap it.
         self._worker = psutil.Process(self._popen.pid)
-        found = stat(self._popen.pid)
-        self.start_ticks = found.start_ticks if found else 0
+        process_stat = stat(self._popen.pid)
+        self.start_ticks = process_stat.start_ticks if process_stat else 0
 
     def reaped(self, status: int) -> None:
         """Record that the arbiter reaped the process; ``status`` is negative for a signal."""
@@ -163,12 +164,15 @@ class SupervisedProcess(Process):  # type: ignore[misc]
     def is_listening(self, port: int) -> bool:
         """Whether the process listens on TCP ``port``; True for a living one that denies access."""
         try:
-            found = self._worker.net_connections("tcp")
+            connections = self._worker.net_connections("tcp")
         except psutil.AccessDenied:
             return self.is_alive()
         except psutil.Error:
             return False
-        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for connection in connections
+        )
 
     def kill_session(self) -> None:
         """SIGKILL the process and its group."""
@@ -182,6 +186,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
 def _before_exec(arbiter: int) -> None:
     """Run in the child between fork and exec."""
     if not die_with_parent(signal.SIGKILL, arbiter):
+        # The arbiter died before the request: the kernel will send no signal.
         os._exit(128 + signal.SIGKILL)
 
 
