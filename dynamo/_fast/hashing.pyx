@@ -52,6 +52,7 @@ def seed_for(lora_name=None, cache_namespace=None):
     if lora_name:
         seed += xxh3_64(lora_name.encode(), 0)
     if cache_namespace:
+        # Another seed: an adapter and a namespace of the same name must differ.
         seed += xxh3_64(cache_namespace.encode(), 1)
     return seed & 0xFFFF_FFFF_FFFF_FFFF
 
@@ -125,6 +126,7 @@ cdef array.array hash_packed(
     bint is_eagle,
     object mm_hashes,
 ):
+    # Under Eagle a block is hashed with the token behind it: the last one needs that token, too.
     cdef Py_ssize_t extra = 1 if is_eagle else 0
     cdef Py_ssize_t blocks = (count - extra) // block_size if count > extra else 0
     cdef array.array hashes = array.clone(HASHES, blocks, False)

@@ -96,6 +96,7 @@ cdef class Ingest:
     cdef vector[Thread *] _threads
 
     def __cinit__(self, tree, size_t threads, topic):
+        # The capsule does not own the index: this reference keeps it alive.
         self._tree = tree
         cdef SharedIndex *index = <SharedIndex *> PyCapsule_GetPointer(
             tree._share(), "dynamo.radix.SharedIndex"

@@ -200,6 +200,7 @@ cdef class RadixTree:
     def clear_all(self, uint32_t slot):
         """The same for all tiers of the pair with this device slot."""
         self._expect(slot)
+        # The bits above the number of the slot are its tier.
         return self._index.clear_all(slot & ((1 << TIER_SHIFT) - 1))
 
     def remove_worker(self, worker):

@@ -53,6 +53,7 @@ cdef class Recency:
     cdef Lists *_lists
 
     def __cinit__(self):
+        # Clients choose tokens, and with a known multiplier could make all blocks collide.
         self._lists = new Lists(<uint64_t>getrandbits(64))
 
     def __dealloc__(self):

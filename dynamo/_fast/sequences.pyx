@@ -37,6 +37,7 @@ cdef class ActiveSequences:
     cdef Sequences *_sequences
 
     def __cinit__(self):
+        # Clients choose tokens, and with a known multiplier could make all blocks collide.
         self._sequences = new Sequences(<uint64_t>getrandbits(64))
 
     def __dealloc__(self):

@@ -188,6 +188,7 @@ async def _detect(probe: ServerProbe, rows: list[dict[str, Any]]) -> Profile:
         return PROFILES["llama.cpp"]
     if _has(await probe.json("/api/version"), "version"):
         return PROFILES["ollama"]
+    # vLLM and TensorRT-LLM both have this path: the form of their metrics tells them apart.
     if _has(await probe.json("/version"), "version"):
         status, page = await probe.get("/metrics")
         if status == 200 and b"\nvllm:" in page:
@@ -293,4 +294,5 @@ def _number(value: Any) -> int | None:
     """``value``, a positive integer or the text of one; None for anything else."""
     if isinstance(value, str) and value.isdigit():
         value = int(value)
+    # In Python True is an int.
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -121,6 +121,7 @@ class LaunchedServer:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        # A pidfd is readable when its process has ended: this does not block.
         self._process.wait()
         end_descendants(_GRACE_S)  # only if the launcher was killed is there anything left
         self._output.close()

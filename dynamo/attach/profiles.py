@@ -30,6 +30,7 @@ def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> 
         is_number = number.isascii() and number.isdigit()
         # One digit more than a rank has: a longer number is no rank, and int() refuses the longest.
         rank = int(number[: _RANK_DIGITS + 1]) if is_number else 0
+        # Also false for NaN.
         if rank < _MAX_RANKS and 0 <= value < math.inf:
             values = ranks.setdefault(rank, {})
             values[name] = max(value, values.get(name, 0.0))

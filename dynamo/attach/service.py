@@ -72,6 +72,7 @@ class AttachService:
             request = _DECODE(payload)
             request.path = self._target(request)
             if self.ranks > 1 and (rank := stream.headers.get(DP_RANK)) is not None:
+                # The router has chosen the rank, so the client's own header gives way.
                 others = [header for header in request.headers if header[0] != DP_RANK]
                 request.headers = [*others, (DP_RANK, rank)]
             message = request_message(self.pool.target, request, self._body(request))
@@ -191,6 +192,7 @@ def request_message(target: Target, request: HttpRequest, body: bytes) -> bytes:
         lines.append(f"{name}: {value}")
     if target.api_key:
         lines.append(f"authorization: Bearer {target.api_key}")
+    # RFC 9110, 8.6: a method with a meaning for content has the length also when it is 0.
     if body or request.method != "GET":
         lines.append(f"content-length: {len(body)}")
     text = "\r\n".join(lines)

@@ -309,6 +309,7 @@ class AttachWorker:
                 await self._offer(self._description)
                 background.append(group.create_task(self.monitor.run()))
                 await self.endpoint.serve_push(self.service.handle)
+                # Drained: the group waits for its tasks, and these never end by themselves.
                 for task in background:
                     task.cancel()
         finally:
@@ -318,6 +319,7 @@ class AttachWorker:
         """Offer the models of ``description`` again. The server may have kept its blocks."""
         for publisher in self._publishers:
             publisher.ask_engine_again()
+        # Before the instance is listed: the requests that follow name these models.
         await self._offer(description)
         await self.endpoint.register_endpoint_instance()
 

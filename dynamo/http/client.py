@@ -216,6 +216,7 @@ class HttpClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes arrived."""
+        # Unasked bytes would be taken for the response to the next request.
         if not self.receiving:
             self.close()
             return
@@ -265,6 +266,7 @@ class HttpClient(asyncio.Protocol):
             self._complete()
 
     def _complete(self, failure: str | None = None) -> None:
+        # Cleared first: the callback may send the next request on this connection.
         on_complete, self._on_complete = self._on_complete, None
         if on_complete is not None:
             on_complete(failure)

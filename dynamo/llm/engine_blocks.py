@@ -293,6 +293,7 @@ def _parts_of(blocks: list[int], parts: int) -> list[int]:
     """Return the ids of the parts of each block, the block's own hash as the last."""
     if parts == 1:
         return blocks
+    # From 1: the last part is the block's own hash, which other blocks name as their parent.
     inner = [part * _ODD for part in range(1, parts)]
     return [part for block in blocks for part in (*((block ^ n) & _U64 for n in inner), block)]
 

@@ -161,6 +161,7 @@ def _event(raw: Any) -> EngineEvent | None:
     tier = tier_of(event.get("medium"))
     if tier is None:
         return None
+    # Another machine holds the blocks, whatever the medium: they count as the last tier.
     if event.get("locality") == "REMOTE":
         tier = STORAGE_TIERS[-1]
     group = _require("group_idx", event.get("group_idx"), int | None)

@@ -289,6 +289,7 @@ class FpmEventSubscriber:
             self._invalid += 1
             return
         key = report.worker_id, report.dp_rank
+        # The key is what a message says: a bound keeps wrong ones from filling the memory.
         if key in self._newest or len(self._newest) < _RANKS:
             self._newest[key] = payload
 

@@ -207,6 +207,7 @@ def _split(source: str) -> tuple[str, str | None] | None:
     prefixed = text != source
     if prefixed and _OLD_ID.fullmatch(text):
         return text, None
+    # A misspelt path below a directory of this machine is not looked for on Hugging Face.
     if not prefixed and Path(text.partition("/")[0]).is_dir():
         return None
     if _ID.fullmatch(text) and not text.endswith(_GGUF):

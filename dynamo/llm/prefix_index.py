@@ -46,6 +46,7 @@ compute_block_hash_for_seq_py = compute_block_hash_for_seq
 def lora_name_to_id(lora_name: str) -> int:
     """Return the id of an adapter, 1..2³¹-1, for engines that number them; equal on all workers."""
     digest = hashlib.blake2b(lora_name.encode(), digest_size=8).digest()
+    # + 1: 0 is no adapter. A signed 32-bit number takes the largest id.
     return int.from_bytes(digest, "big") % (2**31 - 1) + 1
 
 

@@ -199,6 +199,7 @@ class KvEventPublisher:
         """Publish that all blocks were removed. What the engine sent before is ignored."""
         self._engine_blocks[self.dp_rank].cleared()
         if self._engine is not None:
+            # Messages with an earlier time are of the blocks that are cleared here.
             self._engine.cleared(time.time())
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
@@ -240,6 +241,7 @@ class KvEventPublisher:
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
         blocks = self._engine_blocks[rank]
+        # groupby joins neighbours only, so the order between the tiers stays.
         for tier, group in groupby(blocks.select(events), key=attrgetter("storage_tier")):
             changes = []
             for event in group:

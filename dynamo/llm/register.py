@@ -234,6 +234,7 @@ def _add_model(card: ModelCard, weights: bool) -> str:
 def encode_card(card: ModelCard) -> bytes:
     """Encode ``card``. InvalidArgument: values that every frontend would reject."""
     try:
+        # The encoder takes values that the frontend's decoder refuses, so it is decoded once here.
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
     except (OverflowError, ValueError) as error:

@@ -181,6 +181,7 @@ class BlockPool:
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Free every slot; full blocks stay cached, and the last one is evicted first."""
+        # The last block first: without its end a chain is still a prefix, without its start none.
         for block_hash in reversed(blocks.sequence_hashes[: blocks.full]):
             count = self._active[block_hash] - 1
             if count:

@@ -167,6 +167,7 @@ class TimerFd:
 
     def _on_expired(self) -> None:
         try:
+            # The eight bytes are the count of expiries: unread, the descriptor stays readable.
             os.read(self._fd, 8)
         except BlockingIOError:
             return  # settime() cleared an expiry that a cancelled sleep had not read

@@ -116,6 +116,7 @@ class MockerService:
             os.kill(os.getpid(), signal.SIGKILL)
         limit = request.stop_conditions.max_tokens
         if limit is None:
+            # At least 1: the scheduler then refuses a prompt that leaves no room, with its text.
             limit = max(1, min(DEFAULT_MAX_TOKENS, rank.max_sequence_tokens - len(prompt)))
         if limit < 1:
             raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
@@ -270,6 +271,7 @@ class MockerWorker:
                 plan.shape.block_size,
             )
             runtime.on_close(self._sockets.close)
+        # The label of a metric counts the ranks of all workers of this process.
         first = number * plan.mocker.data_parallel_size
         self.ranks = [
             EngineRank(
@@ -309,6 +311,7 @@ class MockerWorker:
                 metrics_labels=(("model", self.plan.model_name),),
                 health_check_payload=health_check_payload(self.plan.model_name),
             )
+            # Drained: the group waits for its tasks, and these never end by themselves.
             for rank in ranks:
                 rank.cancel()
 

@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)
         return 2
     settings = dataclasses.replace(router, mode="kv")
+    # The default mode is no choice of the user, so there is nothing to warn of.
     if router.mode not in (RouterSettings.mode, "kv"):
         log.warning("--router-mode %s has no effect: this router is always kv", router.mode)
     block_size = settings.kv_cache_block_size or process.block_size

@@ -133,6 +133,7 @@ class _Main(Generic[R]):
         self._cancel(task)
 
     def _cancel(self, task: asyncio.Task[object]) -> None:
+        # Once only: run() takes one cancellation back.
         if not self._cancelled:
             self._cancelled = True
             task.cancel()

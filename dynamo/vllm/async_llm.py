@@ -95,6 +95,7 @@ class AsyncLLMEngine:
             raise InvalidArgument(f"prompt_logprobs is not supported with vLLM {__version__}")
         number = self._params.new_id()
         params = self._params.sampling(request)
+        # By default each step repeats all tokens before it.
         params.output_kind = RequestOutputKind.DELTA
         work = self._generate(request, number, params, sink, dp_rank)
         self._running[number] = self._tasks.spawn(work, name=f"request {number}")
@@ -113,6 +114,7 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         task = self._running.pop(request_id, None)
         if task is not None:
+            # AsyncLLM aborts the request in the engine when the task that reads it is cancelled.
             task.cancel()
 
     def progress(self) -> tuple[int, int]:
@@ -251,5 +253,6 @@ def _endpoints(events: Any, field: str, ranks: int) -> dict[int, str]:
     endpoint = getattr(events, field)
     if not endpoint:
         return {}
+    # The address is the one that the engine binds: nothing can connect to "*".
     base, _, port = endpoint.replace("*", "127.0.0.1").rpartition(":")
     return {rank: f"{base}:{int(port) + rank}" for rank in range(ranks)}

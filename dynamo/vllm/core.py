@@ -133,6 +133,7 @@ class CoreEngine:
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
         """See ``Engine``."""
         number = self._params.new_id()
+        # The sink may follow the request: outputs arrive in a later turn of this loop.
         if dp_rank is None and self._requests.send(request, number):
             self._sinks[number] = sink
             return number
@@ -184,6 +185,7 @@ class CoreEngine:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send())
                 group.create_task(self._receive())
+        # A task group raises an exception group, also for one task that fails.
         except* EngineDeadError:
             cause = self._cause()
             kind = EngineKilled if _SIGNAL.search(cause) else EngineDied
@@ -192,6 +194,7 @@ class CoreEngine:
     async def close(self) -> None:
         """See ``Engine``."""
         await self._tasks.close()
+        # In a thread: it blocks until the processes of the engine have ended.
         await in_input_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
         for endpoint in (
             *self.info.event_endpoints.values(),
@@ -279,6 +282,7 @@ class CoreEngine:
         async with turn:
             engine_request = await in_input_thread(self._prepared, request, number, rank)
         self._requests.learn(request, engine_request)
+        # The client may have cancelled the request while the thread prepared it.
         if number in self._sinks:
             self._post(engine_request)
 
@@ -383,6 +387,7 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         driver="EngineCore",
         version=__version__,
         block_size=cache.effective_attention_block_size or cache.block_size,
+        # vLLM's number is that of all ranks.
         blocks=(cache.num_gpu_blocks or 0) // ranks,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -392,7 +397,9 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         event_endpoints={
-            rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
+            # The address is the one that the engine binds: nothing can connect to "*".
+            rank: source.endpoint.replace("*", "127.0.0.1")
+            for rank, source in sources.items()
         },
         replay_endpoints={
             rank: source.replay_endpoint.replace("*", "127.0.0.1")

@@ -38,6 +38,7 @@ class EmbeddingService(VllmService):
 
     def _embed(self, stream: ServerStream, request: PreprocessedEmbeddingRequest) -> None:
         response = _EmbeddingResponse(stream, self.engine, len(request.token_ids), self._released)
+        # Before start(): a refused input ends the response there, and _end() takes this back.
         stream.context.on_cancel(response.cancel)
         response.start(request)
 
@@ -136,4 +137,5 @@ class _Input(OutputSink):
 
 
 def _float32(tensor: Any) -> bytes:
+    # NumPy has no bfloat16, the type of most models.
     return bytes(tensor.float().contiguous().numpy().tobytes())

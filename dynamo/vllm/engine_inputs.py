@@ -223,6 +223,7 @@ class ParamsBuilder:
 
     def new_lora(self, name: str, path: str) -> LoRARequest:
         """Return a request to load the adapter in ``path``; ids count from 1."""
+        # + 1: vLLM refuses the id 0.
         return LoRARequest(name, len(self.loras) + 1, path)
 
     def lora(self, routing: Routing | None) -> LoRARequest | None:

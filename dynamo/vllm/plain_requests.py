@@ -55,6 +55,8 @@ class PlainRequests:
         if not self._enabled or not _is_plain(request) or self._client.resources.engine_dead:
             return False
         ids, params = request.token_ids, self._params.get(_key(request))
+        # The length here and the vocabulary below are vLLM's only checks of a prompt. What they
+        # refuse goes to vLLM, whose error has its text.
         if params is None or not 0 < len(ids) < self._context_length:
             return False
         packed, largest = pack_ids(ids)
@@ -81,6 +83,8 @@ class PlainRequests:
         """Send the requests of this loop turn: ZeroMQ's thread then wakes up once, not for each."""
         socket, engine = self._socket, self._client.core_engine
         for request in self._out:
+            # The frames of vLLM's client: the engine's identity, the kind, the request. NOBLOCK
+            # cannot fail: vLLM sets no high-water mark on this socket.
             _send(socket, engine, _MORE)
             _send(socket, _ADD, _MORE)
             _send(socket, request, _NOW)

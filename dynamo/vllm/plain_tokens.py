@@ -59,6 +59,8 @@ class PlainTokens:
             stats.response_bytes.value += len(data)
             connection.write(data)
             if connection.above_high_water:
+                # Of all requests: those whose own connection is below its mark ignore the call. A
+                # copy, as the call removes its request.
                 for on_full in list(self._on_full.values()):
                     on_full()
         return rest
@@ -92,6 +94,8 @@ class StepDecoder:
             outputs = self._decoder.decode(frames)
         else:
             outputs = self._decoder.decode(tokens.pass_on(frames[0].bytes))
+        # CoreEngine counts the same messages in ``read``: a message that was passed on as a whole
+        # has no reader to wait for.
         if outputs.outputs:
             tokens.sent += 1
         return outputs

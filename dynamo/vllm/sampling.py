@@ -69,6 +69,7 @@ class SamplingMapping:
     def arguments(self, request: PreprocessedRequest) -> dict[str, Any]:
         """Return the arguments; those at vLLM's default are left out. Raises InvalidArgument."""
         sampling, stop = request.sampling_options, request.stop_conditions
+        # skip_clone: the parameters are made for this request alone, so vLLM need not copy them.
         arguments: dict[str, Any] = {"detokenize": False, "skip_clone": True, **self._defaults}
         _add_numbers(arguments, sampling)
         if request.extra_args is not None:
@@ -89,6 +90,7 @@ class SamplingMapping:
         return arguments
 
     def _add_stops(self, arguments: dict[str, Any], stop: StopConditions) -> None:
+        # A prefill worker computes one token, too: vLLM refuses max_tokens of 0.
         arguments["max_tokens"] = 1 if self._prefill_only else stop.max_tokens
         if stop.min_tokens and not self._prefill_only:
             arguments["min_tokens"] = stop.min_tokens

@@ -148,6 +148,7 @@ class EngineResponse(OutputSink):
         if output.prefill_stats is not None:
             self._cached = output.prefill_stats.num_cached_tokens
         if output.new_prompt_logprobs_tensors is not None:  # a part of the prompt per step
+            # None is the row of the first token: nothing precedes it, so it has no probability.
             rows = self._prompt_logprobs = self._prompt_logprobs or [None]
             rows += prompt_rows(output.new_prompt_logprobs_tensors)
         logprobs = output.new_logprobs
@@ -171,6 +172,7 @@ class EngineResponse(OutputSink):
     def _finish(self, item: EngineOutput, output: EngineStep) -> None:
         reason = str(output.finish_reason)
         item.finish_reason = _REASONS.get(reason, reason)
+        # vLLM names a stop token or text in stop_reason, but not the end token of the model.
         if reason == "stop" and output.stop_reason is None:
             item.finish_reason = "eos"
         elif reason == _FAILED:
@@ -190,6 +192,7 @@ class EngineResponse(OutputSink):
         return {name: value for name, value in extra.items() if value is not None}
 
     def _send_last(self, item: EngineOutput) -> None:
+        # With items held back, _release() ends the stream behind the last of them.
         self._send(codec.encode(item))
         if self._held is None:
             self.stream.end()

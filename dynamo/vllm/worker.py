@@ -65,6 +65,7 @@ def rpc_directory(runtime: RuntimeSettings, worker_id: int) -> Iterator[Path]:
     the user has set wins.
     """
     StaleSockets(lambda: socket_dirs(runtime)).sweep(lambda instance_id: False)
+    # vLLM's sockets have UUIDs as names: the path of one must fit into 107 bytes.
     longest = f"{engine_directory_name(worker_id)}/{uuid.UUID(int=0)}"
     directory = private_dir(Path(socket_path(runtime, longest)).parent)
     preset("VLLM_RPC_BASE_PATH", str(directory))
@@ -112,6 +113,7 @@ async def start_engine(
     building = tasks.spawn(_attempt(build), name="engine")
     stop = tasks.spawn(stopping.wait(), name="stop")
     while not building.done():
+        # A stop that is done would end each wait at once: the loop would spin.
         waiting = {building} if stop.done() else {building, stop}
         await asyncio.wait(waiting, timeout=_START_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         guard.update()
@@ -261,6 +263,7 @@ class VllmWorker:
                 metrics_labels=(("model", plan.model_name),),
                 health_check_payload=check,
             )
+            # Drained: the group waits for its tasks, and these two never end by themselves.
             watch.cancel()
             running.cancel()
 

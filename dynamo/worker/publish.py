@@ -343,6 +343,7 @@ async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
     serving = await runtime.start_serving()
     await serving.add((namespace, component, KV_QUERY), sender.answer, True)
     runtime.on_close(sender.close)
+    # Last: this sends the newest events, and routers at once ask kv_query for the ones before.
     sender.open(publisher.publish)
 
 

@@ -38,6 +38,7 @@ class TreeGuard:
             start_new_session=True,  # signals to the worker's group must not end it
         )
         self._sent: list[Process] = []
+        # What exists now belongs to other programs.
         self._others = _shared_memory()
         self._memory: set[str] = set()
 
@@ -128,6 +129,7 @@ def _maps(pid: int) -> str:
 def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # The command name before it, in parentheses, may itself have spaces and parentheses.
         return text.rpartition(")")[2].split()
     except OSError:
         return None

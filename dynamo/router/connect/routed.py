@@ -149,6 +149,7 @@ class RoutedEndpoint:
         The first item carries ``routing_data.worker_id``, the one with the finish reason
         ``routing_data.timing``. Raises what :meth:`place` raises, and the worker's errors.
         """
+        # Clients choose the ids of requests, so two in flight may have the same one.
         reservation_id = f"{context.id() if context else 'request'}/{next(self._numbers)}"
         begun_s, waiting = time.monotonic(), self._waiting()
         decision = await self.place(

@@ -108,6 +108,7 @@ def explanation(
     """Return the rows of what was ``weighed`` just now, with its constraints."""
     inputs, error = weighed.inputs, weighed.error
     rows = _candidates(inputs, worker_pool, active)
+    # Ranks without a cost last; of equal costs the chosen rank first.
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
     params, weights = inputs.params, inputs.params.weights
     return Explanation(

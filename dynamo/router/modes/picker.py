@@ -215,6 +215,7 @@ class InflightPicker:
         captures = self._captures
         if not (captures.left or attempt.wanted or captures.renew(now_s)):
             return DecisionTotals(self.mode, "none", pool.owners[slot], len(slots))
+        # A receipt that the client requests does not count against the limit.
         captures.left -= not attempt.wanted
         constraints = None
         if routing is not None or attempt.failed or slots is not pool.candidates:

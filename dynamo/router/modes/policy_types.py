@@ -161,6 +161,7 @@ def _made(
         attempt(policy)
     except ConfigError:
         raise
+    # SystemExit: the code of a policy may call sys.exit(), which must not end the router.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     return policy

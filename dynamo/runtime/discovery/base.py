@@ -141,6 +141,7 @@ class KeyCache:
         else:
             self._live[key] = value
             event = KeyEvent("put", key, value)
+        # A copy: a callback may open or close a watch.
         for watch in tuple(self._watches):
             if watch.primed and key.startswith(watch.prefix):
                 watch.deliver(event)

@@ -276,6 +276,7 @@ class Client:
         usable = [
             instance_id for instance_id in self._instances if not self.is_inhibited(instance_id)
         ]
+        # All are avoided, some perhaps no longer with reason. One that hangs costs seconds to try.
         if not usable:
             usable = [
                 instance_id for instance_id in self._instances if not self.is_silent(instance_id)

@@ -21,6 +21,7 @@ from dynamo.errors import (
 from dynamo.runtime.requests import ENVELOPE, Annotated, ResponseStream
 from dynamo.runtime.requests.context import Context
 
+# Subclasses before their bases: the first that matches counts.
 _KINDS: tuple[tuple[type[DynamoError], str], ...] = (
     (InvalidArgument, "InvalidRequest"),
     (ModelNotFound, "NotFound"),
@@ -137,6 +138,7 @@ def at_caller(error: DynamoError) -> DynamoError:
     """
     if type(error) is InvalidArgument or isinstance(error, _CallerError):
         return error
+    # Not by the constructor: those of the errors take different arguments.
     converted = _caller_class(type(error)).__new__(_caller_class(type(error)))
     converted.__dict__.update(error.__dict__)
     converted.args = (f"{_kind(error)}: {_text(error)}",)

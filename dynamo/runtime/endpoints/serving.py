@@ -261,6 +261,7 @@ class Serving:
 
     async def _listen(self) -> None:
         async with self._lock:
+            # Under the lock: of several endpoints that are served at once, one listens.
             if self._transport is not None:
                 return
             export_pool(self._metrics, self.server)

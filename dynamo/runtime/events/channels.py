@@ -105,6 +105,7 @@ class Publishers:
             name = event_socket_name(self._instance_id, len(self._made))
             return f"ipc://{socket_path(self._settings, name)}"
         host = self._settings.event_plane_host or self._settings.tcp_rpc_host
+        # "*": ZeroMQ chooses a free port, which the address of the bound socket then has.
         return f"tcp://{bracketed(host)}:*"
 
     async def _register(self, channel: Channel, publisher: EventPublisher, lease_id: int) -> None:

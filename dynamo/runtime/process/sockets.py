@@ -20,6 +20,7 @@ from dynamo.config.runtime import EtcdSettings, NatsSettings, RuntimeSettings
 from dynamo.errors import InvalidArgument
 
 _ANY = {"": socket.AF_INET, "0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
+# For documentation (RFC 5737, RFC 3849): no machine has them, so their route is the default one.
 _TEST_NETS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _DIRECTORY = re.compile(r"([0-9a-f]{1,16})\.engine")
@@ -120,6 +121,7 @@ def _is_abandoned(path: Path) -> bool:
             return all(map(_is_abandoned, path.iterdir()))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
+            # Only a refusal shows that no process listens: a full backlog raises BlockingIOError.
             probe.connect(str(path))
     except ConnectionRefusedError:
         return True
@@ -206,6 +208,7 @@ def _interfaces(family: socket.AddressFamily) -> Iterator[str]:
 
 
 def _is_local(address: str) -> bool:
+    # fe80: is link-local: other machines cannot use it without the name of an interface.
     return _is_loopback(address) or address.startswith("fe80:")
 
 

@@ -180,6 +180,7 @@ class AdmissionQueue:
 
         self.submit(admitted)
         if self._queue:
+            # Without a queue the request has started, and there is nothing to withdraw.
             stream.context.on_cancel(cancelled)
 
     def release(self) -> None:
@@ -194,6 +195,7 @@ class AdmissionQueue:
     def withdraw(self, start: Callable[[], None]) -> bool:
         """Remove a request from the queue; False if ``start`` was called already. O(queue)."""
         for position, (queued, _) in enumerate(self._queue):
+            # Not "is": each access to a bound method makes a new object.
             if queued == start:
                 del self._queue[position]
                 return True

@@ -290,6 +290,7 @@ async def _serve(
         try:
             await _send_all(items, stream)
         finally:
+            # A handler may return any asynchronous iterator; only a generator has aclose().
             if hasattr(items, "aclose"):
                 await items.aclose()
         if stream.stopped_by_handler():

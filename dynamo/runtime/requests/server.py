@@ -218,6 +218,7 @@ class RequestServer:
         served = self._endpoints.pop(endpoint, None)
         self._unregistered = [other for other in self._unregistered if other.active]
         if served is not None and served.active:
+            # Kept while it has streams: a drain of the process waits for them, too.
             self._unregistered.append(served)
 
     def set_asleep(self, endpoint: str, asleep: bool) -> None:
@@ -256,6 +257,7 @@ class RequestServer:
 
     async def _until_ended(self, endpoints: Sequence[ServedEndpoint]) -> None:
         while any(served.active for served in endpoints):
+            # One event for all endpoints: the end of a stream of another one wakes this, too.
             self._ended.clear()
             await self._ended.wait()
 
@@ -296,6 +298,7 @@ class RequestServer:
             [connection.lost for connection in connections], timeout=CLOSE_TIMEOUT_S
         )
         for connection in connections:
+            # Its client reads nothing: closing would wait for the written bytes for ever.
             if connection.lost in stuck:
                 connection.abort()
 

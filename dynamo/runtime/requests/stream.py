@@ -146,6 +146,7 @@ class ServerStream:
             headers = self.headers
             metadata = dict(headers)
             context = self._context = Context(metadata.pop(REQUEST_ID, None), metadata)
+            # The client may have cancelled before the handler asked for the context.
             if self._level == "kill":
                 context.kill()
             elif self._level == "stop":
@@ -258,6 +259,7 @@ class ServerStream:
     def _cancel_context(self, kind: CancelKind) -> None:
         self._level = kind
         if kind == "kill":
+            # Before the context is killed: its listeners then find the stream ended.
             self._finish(Cancelled())
         if self._context is None:
             return

@@ -20,6 +20,7 @@ from dynamo.runtime.events.plane import (
     unpack,
 )
 
+# Dots separate the words of a subject, "*" and ">" are wildcards.
 _FOREIGN = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -80,6 +81,7 @@ class NatsPublisher:
         packed = pack(self.publisher_id, sequence, self.topic, payload)
         if not self._link.send(self.address, packed):
             self.dropped += 1
+        # Also for an event that was dropped: subscribers then see the gap.
         self._sequence = sequence + 1
         self.published += 1
         return sequence
