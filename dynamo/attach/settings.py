@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import option
+from dynamo.config.option import flag, option
 from dynamo.config.worker import EndpointSettings, check_model_name
 
 PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
@@ -15,7 +15,7 @@ PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
 class AttachSettings(EndpointSettings):
     """attach: the server, its profile, its load"""
 
-    model_path: str | None = option(
+    model_path: str | None = flag(
         None,
         "--model-path",
         "--model",
@@ -23,7 +23,7 @@ class AttachSettings(EndpointSettings):
         help="directory with the model's tokenizer.json and config.json, or its id on Hugging "
         "Face, for routing by exact tokens; default: routing by the text of the prompt",
     )
-    model_name: str | None = option(
+    model_name: str | None = flag(
         None,
         "--served-model-name",
         "--model-name",
@@ -31,68 +31,57 @@ class AttachSettings(EndpointSettings):
         help="models to offer: names that the server lists, or name=server_name to rename one; "
         "one new name is enough if the server has one model; default: every model it lists",
     )
-    url: str | None = option(
-        None, "--url", metavar="URL", help="running server, e.g. http://127.0.0.1:30000"
-    )
-    command: str | None = option(
+    url: str | None = flag(None, metavar="URL", help="running server, e.g. http://127.0.0.1:30000")
+    command: str | None = flag(
         None,
         "--exec",
         metavar="COMMAND",
         help="start this server and end it with the worker; {port} becomes a free port: "
         '"llama-server -m x.gguf --port {port}"',
     )
-    profile: str = option(
-        "auto", "--profile", choices=PROFILES, help="kind of server; auto asks the server"
-    )
+    profile: str = flag("auto", choices=PROFILES, help="kind of server; auto asks the server")
     api_key: str | None = option(
         None,
-        "--api-key",
         env="DYN_ATTACH_API_KEY",
         metavar="KEY",
         help="key that the server requires; it replaces the client's",
     )
-    block_size: int | None = option(
-        None,
-        "--block-size",
-        minimum=1,
-        maximum=4096,
-        help="tokens in a KV block; default: the server's, else 64",
+    block_size: int | None = flag(
+        None, minimum=1, maximum=4096, help="tokens in a KV block; default: the server's, else 64"
     )
-    kv_events_endpoint: tuple[str, ...] = option(
+    kv_events_endpoint: tuple[str, ...] = flag(
         (),
-        "--kv-events-endpoint",
         metavar="tcp://HOST:PORT",
         repeat=True,
         help="ZMQ publisher of the server's KV events, once per data-parallel rank, in order; "
         "needs --model-path",
     )
-    kv_replay_endpoint: tuple[str, ...] = option(
+    kv_replay_endpoint: tuple[str, ...] = flag(
         (),
-        "--kv-replay-endpoint",
         metavar="tcp://HOST:PORT",
         repeat=True,
         help="replay endpoint of the server's KV events, which sends lost ones again, once per "
         "--kv-events-endpoint; default: a loss clears the server's blocks",
     )
-    taints: tuple[str, ...] = option(
+    taints: tuple[str, ...] = flag(
         (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
     )
-    poll_interval_s: float = option(
+    poll_interval_s: float = flag(
         1.0,
         "--poll-interval-secs",
         minimum=0.05,
         help="seconds between two reads of the server's health and load",
     )
-    startup_timeout_s: float = option(
+    startup_timeout_s: float = flag(
         1800.0,
         "--startup-timeout-secs",
         minimum=1,
         help="seconds that a server started with --exec may take until it answers",
     )
-    connect_timeout_s: float = option(
+    connect_timeout_s: float = flag(
         5.0, "--connect-timeout-secs", minimum=0.1, help="seconds a connection may take"
     )
-    response_timeout_s: float = option(
+    response_timeout_s: float = flag(
         600.0,
         "--response-timeout-secs",
         minimum=0,

@@ -21,7 +21,7 @@ from typing import Any
 from dynamo.cli.options import CompletionSettings
 from dynamo.config import environ, from_env, load
 from dynamo.config.option import fields_of
-from dynamo.config.parser import Option
+from dynamo.config.parser import option_of
 from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
@@ -235,7 +235,7 @@ def verb_options(verb: str, subverb: str = "") -> VerbOptions:
     flags: dict[str, Field[Any]] = {}
     words: list[Field[Any]] = []
     for field in (field for group in groups for field in fields_of(group)):
-        spec: Option = field.metadata["option"]
+        spec = option_of(field)
         if spec.flags and not spec.flags[0].startswith("-"):
             words.append(field)
         for flag in spec.flags:
@@ -248,7 +248,7 @@ def verb_options(verb: str, subverb: str = "") -> VerbOptions:
 
 def _flags(options: VerbOptions) -> Iterator[Completion]:
     for flag, field in options.flags.items():
-        spec: Option = field.metadata["option"]
+        spec = option_of(field)
         if not spec.deprecated and not (flag.startswith("--no-") and flag not in spec.flags):
             yield Completion(flag, spec.help)
     yield Completion(*_HELP)
@@ -265,7 +265,7 @@ def _place(words: Sequence[str], options: VerbOptions) -> int:
 
 
 def _values_of(verb: str, field: Field[Any], text: str, values: Values) -> Iterator[Completion]:
-    spec: Option = field.metadata["option"]
+    spec = option_of(field)
     if spec.choices:
         yield from map(Completion, spec.choices)
         return
@@ -406,6 +406,6 @@ def _overrides(graph: str, text: str) -> Iterator[str]:
                 flag[2:]
                 for group in groups
                 for field in fields_of(group)
-                for flag in field.metadata["option"].flags[:1]
+                for flag in option_of(field).flags[:1]
             ]
             yield from (f"--{name}.{key}=" for key in (*_SERVICE_ARGS, *keys))

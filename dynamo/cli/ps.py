@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.cli.text_table import aligned, cell_len, model_state
 from dynamo.config import load
-from dynamo.config.option import option
+from dynamo.config.option import flag, option
 from dynamo.runtime.process.paths import planned_socket_path
 from dynamo.status.deployment import STATUS_SOCKET, ask, chosen_runtime, not_running
 
@@ -36,15 +36,12 @@ Status = Mapping[str, Any]
 class PsSettings:
     """ps: which deployment, and how to print it"""
 
-    namespace: str | None = option(
-        None,
-        "--namespace",
-        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    namespace: str | None = flag(
+        None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
     )
-    json: bool = option(False, "--json", help="print JSON: all that is known, with every worker")
+    json: bool = flag(False, help="print JSON: all that is known, with every worker")
     api_key: str | None = option(
         None,
-        "--api-key",
         env=("DYN_API_KEY", "OPENAI_API_KEY"),
         help="an operator's key, for the figures of a frontend that needs one",
     )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from dynamo.config.absent import check_variables
 from dynamo.config.option import absent_of, fields_of, try_build
-from dynamo.config.parser import Option, Parser
+from dynamo.config.parser import Option, Parser, option_of
 from dynamo.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ def did_you_mean(flag: str, groups: Iterable[type[Any]]) -> str:
         known.lstrip("-")
         for group in groups
         for field in fields_of(group)
-        for known in field.metadata["option"].flags
+        for known in option_of(field).flags
     ]
     close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
@@ -122,7 +122,7 @@ def _build(
     env: Mapping[str, str],
     problems: list[OptionProblem],
 ) -> Any:
-    names = {field.name: field.metadata["option"] for field in fields_of(group)}
+    names = {field.name: option_of(field) for field in fields_of(group)}
     given = {name: value for name, value in values.items() if name in names}
     built, found = try_build(group, given, env)
     for name, error in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.config.option import option
+from dynamo.config.option import flag, option
 
 TRACE_FORMATS = ("auto", "mooncake", "azure", "aiperf", "tracelab")
 
@@ -14,24 +14,15 @@ TRACE_FORMATS = ("auto", "mooncake", "azure", "aiperf", "tracelab")
 class ClientSettings:
     """client: which frontend to call"""
 
-    url: str | None = option(
-        None, "--url", help="the frontend; default: that of the running deployment"
-    )
-    namespace: str | None = option(
-        None,
-        "--namespace",
-        help="which deployment, by its namespace; default: DYN_NAMESPACE, else the only one",
+    url: str | None = flag(None, help="the frontend; default: that of the running deployment")
+    namespace: str | None = flag(
+        None, help="which deployment, by its namespace; default: DYN_NAMESPACE, else the only one"
     )
     api_key: str | None = option(
-        None,
-        "--api-key",
-        env=("DYN_API_KEY", "OPENAI_API_KEY"),
-        help="the API key, if the frontend needs one",
+        None, env=("DYN_API_KEY", "OPENAI_API_KEY"), help="the API key, if the frontend needs one"
     )
     tls_ca_cert_path: str | None = option(
         None,
-        "--tls-ca-cert-path",
-        env="DYN_TLS_CA_CERT_PATH",
         help="PEM file of the authority that signed the server's certificate; default: the "
         "system's authorities",
     )
@@ -41,16 +32,15 @@ class ClientSettings:
 class FrontendClientSettings(ClientSettings):
     """frontend: which one to ask, and how"""
 
-    timeout_s: float = option(
+    timeout_s: float = flag(
         30.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the frontend"
     )
 
 
 def trace_format_option() -> Any:
     """Return the field of ``--trace-format``."""
-    return option(
+    return flag(
         "auto",
-        "--trace-format",
         choices=TRACE_FORMATS,
         help="Mooncake's or aiperf's mooncake_trace JSONL, Azure's CSV, aiperf's multi_turn or "
         "single_turn JSONL, TraceLab's JSONL; auto: by the first line",
@@ -63,108 +53,82 @@ class BenchSettings(ClientSettings):
 
     url: str | None = option(
         None,
-        "--url",
         env="DYN_BENCH_URL",
         help="base URL of the endpoint; default: the frontend of the running deployment",
     )
-    model: str | None = option(None, "--model", help="model name; default: the first of /v1/models")
-    endpoint_type: str = option(
-        "chat",
-        "--endpoint-type",
-        choices=("chat", "completions"),
-        help="/v1/chat/completions or /v1/completions",
+    model: str | None = flag(None, help="model name; default: the first of /v1/models")
+    endpoint_type: str = flag(
+        "chat", choices=("chat", "completions"), help="/v1/chat/completions or /v1/completions"
     )
-    prompt_format: str = option(
+    prompt_format: str = flag(
         "text",
-        "--prompt-format",
         choices=("text", "tokens"),
         help="prompts as text, or as token ids (completions only; exact lengths)",
     )
-    trace: str | None = option(
-        None, "--trace", help="trace to replay; without it the load is synthetic"
-    )
+    trace: str | None = flag(None, help="trace to replay; without it the load is synthetic")
     trace_format: str = trace_format_option()
-    trace_speedup: float = option(
+    trace_speedup: float = flag(
         1.0,
-        "--trace-speedup",
         minimum=0.0,
         exclusive_minimum=True,
         help="replay the trace's clock this many times faster",
     )
-    trace_block_tokens: int = option(
+    trace_block_tokens: int = flag(
         512,
-        "--trace-block-tokens",
         minimum=1,
         help="tokens per hash id; lower it to shrink the trace's prompts for a small box",
     )
-    compare_routing: bool = option(
+    compare_routing: bool = flag(
         False,
-        "--compare-routing",
         help="send nothing: replay --trace in virtual time with each routing mode, and compare",
     )
-    workers: int = option(
-        8, "--workers", minimum=1, maximum=1024, help="workers of --compare-routing"
+    workers: int = flag(8, minimum=1, maximum=1024, help="workers of --compare-routing")
+    worker_blocks: int = flag(
+        8000, minimum=1, help="blocks of --trace-block-tokens that each of them caches"
     )
-    worker_blocks: int = option(
-        8000,
-        "--worker-blocks",
-        minimum=1,
-        help="blocks of --trace-block-tokens that each of them caches",
-    )
-    prefill_rate: float = option(
+    prefill_rate: float = flag(
         20_000.0,
-        "--prefill-rate",
         minimum=0.0,
         exclusive_minimum=True,
         help="prompt tokens a second that each of them computes",
     )
-    output_scale: float = option(
-        1.0, "--output-scale", minimum=0.0, help="multiply the trace's output lengths"
+    output_scale: float = flag(1.0, minimum=0.0, help="multiply the trace's output lengths")
+    requests: int | None = flag(
+        None, minimum=1, help="stop after this many (synthetic default: 100)"
     )
-    requests: int | None = option(
-        None, "--requests", minimum=1, help="stop after this many (synthetic default: 100)"
-    )
-    concurrency: int | None = option(
+    concurrency: int | None = flag(
         None,
-        "--concurrency",
         minimum=1,
         help="requests in flight at most; default: 8, and no cap with times (a trace with them, "
         "--rate); then the delay that this causes is reported as schedule lag, and counts",
     )
-    rate: float | None = option(
+    rate: float | None = flag(
         None,
-        "--rate",
         minimum=0.0,
         exclusive_minimum=True,
         help="synthetic arrivals per second, Poisson; default: as fast as --concurrency allows",
     )
-    isl: int = option(256, "--isl", minimum=1, help="synthetic prompt length in tokens")
-    osl: int = option(64, "--osl", minimum=1, help="synthetic output length in tokens")
-    prefix_ratio: float = option(
+    isl: int = flag(256, minimum=1, help="synthetic prompt length in tokens")
+    osl: int = flag(64, minimum=1, help="synthetic output length in tokens")
+    prefix_ratio: float = flag(
         0.0,
-        "--prefix-ratio",
         minimum=0.0,
         maximum=1.0,
         help="share of each synthetic prompt that all prompts have in common",
     )
-    stream: bool = option(True, "--stream", help="stream the answers (TTFT and ITL need it)")
-    ignore_eos: bool = option(
-        False,
-        "--ignore-eos",
-        help="ask the engine to generate exactly the wanted length (an extension of the API)",
+    stream: bool = flag(True, help="stream the answers (TTFT and ITL need it)")
+    ignore_eos: bool = flag(
+        False, help="ask the engine to generate exactly the wanted length (an extension of the API)"
     )
-    worker_ids: bool = option(
-        False,
-        "--worker-ids",
-        help="request the id of the worker that answered (nvext) and report the balance",
+    worker_ids: bool = flag(
+        False, help="request the id of the worker that answered (nvext) and report the balance"
     )
-    goodput: str | None = option(
+    goodput: str | None = flag(
         None,
-        "--goodput",
         metavar="ttft:MS,itl:MS,latency:MS",
         help="count the requests that meet all these limits, e.g. ttft:2000,itl:25",
     )
-    timeout_s: float = option(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
-    seed: int = option(0, "--seed", minimum=0, help="seed of prompts and arrivals")
-    json: bool = option(False, "--json", help="print the result as JSON instead of a table")
-    output: str | None = option(None, "--output", help="also write the JSON result to this file")
+    timeout_s: float = flag(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
+    seed: int = flag(0, minimum=0, help="seed of prompts and arrivals")
+    json: bool = flag(False, help="print the result as JSON instead of a table")
+    output: str | None = flag(None, help="also write the JSON result to this file")

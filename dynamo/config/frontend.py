@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dynamo.config.absent import FRONTEND, AbsentFlag
-from dynamo.config.option import option
+from dynamo.config.option import option, variable
 from dynamo.errors import ConfigError, shorten
 from dynamo.prometheus_names import name_prefix
 
@@ -22,30 +22,20 @@ class FrontendSettings:
 
     absent: ClassVar[tuple[AbsentFlag, ...]] = FRONTEND
     http_host: str = option(
-        "127.0.0.1",
-        "--http-host",
-        env="DYN_HTTP_HOST",
-        help="address to listen on; 0.0.0.0 opens it to the network",
+        "127.0.0.1", help="address to listen on; 0.0.0.0 opens it to the network"
     )
     http_port: int = option(
-        8000,
-        "--http-port",
-        env="DYN_HTTP_PORT",
-        minimum=0,
-        maximum=65535,
-        help="port to listen on; 0 picks a free one",
+        8000, minimum=0, maximum=65535, help="port to listen on; 0 picks a free one"
     )
-    allowed_hosts: tuple[str, ...] = option(
+    allowed_hosts: tuple[str, ...] = variable(
         (),
-        env="DYN_HTTP_ALLOWED_HOSTS",
+        "DYN_HTTP_ALLOWED_HOSTS",
         repeat=True,
         help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
         "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
     )
     cors_origins: tuple[str, ...] = option(
         (),
-        "--cors-origins",
-        env="DYN_CORS_ORIGINS",
         repeat=True,
         several=True,
         metavar="ORIGIN",
@@ -54,121 +44,97 @@ class FrontendSettings:
     )
     api_key_file: str | None = option(
         None,
-        "--api-key-file",
-        env="DYN_API_KEY_FILE",
         help="file with the digests of API keys ('dynamo key add NAME' makes one); without it, "
         "requests need no key",
     )
     tls_cert_path: str | None = option(
-        None,
-        "--tls-cert-path",
-        env="DYN_TLS_CERT_PATH",
-        help="PEM file of the server's certificate and its chain; serves https, not http",
+        None, help="PEM file of the server's certificate and its chain; serves https, not http"
     )
-    tls_key_path: str | None = option(
-        None, "--tls-key-path", env="DYN_TLS_KEY_PATH", help="PEM file of the certificate's key"
-    )
+    tls_key_path: str | None = option(None, help="PEM file of the certificate's key")
     tls_client_ca_cert_path: str | None = option(
         None,
-        "--tls-client-ca-cert-path",
-        env="DYN_TLS_CLIENT_CA_CERT_PATH",
         help="PEM file of the authority whose client certificates are needed; default: none is",
     )
     namespace_prefix: str | None = option(
-        None,
-        "--namespace-prefix",
-        env="DYN_NAMESPACE_PREFIX",
-        help="serve only models of namespaces that start with this",
+        None, help="serve only models of namespaces that start with this"
     )
     metrics_prefix: str = option(
-        name_prefix.FRONTEND,
-        "--metrics-prefix",
-        env="DYN_METRICS_PREFIX",
-        help="first part of the names of the frontend's metrics",
+        name_prefix.FRONTEND, help="first part of the names of the frontend's metrics"
     )
-    body_limit_mb: int | None = option(
+    body_limit_mb: int | None = variable(
         None,
-        env="DYN_HTTP_BODY_LIMIT_MB",
+        "DYN_HTTP_BODY_LIMIT_MB",
         minimum=1,
         help="largest request body in MiB; default: 4 and 32 bytes for each token of the longest "
         "context that is served, at most 45",
     )
-    max_connections: int = option(
-        4096, env="DYN_HTTP_MAX_CONNECTIONS", minimum=1, help="clients connected at once"
+    max_connections: int = variable(
+        4096, "DYN_HTTP_MAX_CONNECTIONS", minimum=1, help="clients connected at once"
     )
-    header_timeout_s: float = option(
+    header_timeout_s: float = variable(
         15.0,
-        env="DYN_HTTP_HEADER_TIMEOUT_SECS",
+        "DYN_HTTP_HEADER_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds a client may take to send a request head",
     )
-    body_timeout_s: float = option(
+    body_timeout_s: float = variable(
         120.0,
-        env="DYN_HTTP_BODY_TIMEOUT_SECS",
+        "DYN_HTTP_BODY_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds a client may take to send a request body",
     )
-    idle_timeout_s: float = option(
+    idle_timeout_s: float = variable(
         75.0,
-        env="DYN_HTTP_IDLE_TIMEOUT_SECS",
+        "DYN_HTTP_IDLE_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds an idle connection is kept",
     )
-    http_listen_fd: int | None = option(
+    http_listen_fd: int | None = variable(
         None,
-        env="DYN_HTTP_LISTEN_FD",
         minimum=3,
         help="inherited socket to listen on instead of --http-host and --http-port; dynamo serve "
         "sets it, so that connections wait while a frontend is restarted",
     )
-    listen_backlog: int = option(
-        2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
+    listen_backlog: int = variable(
+        2048, "DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
     )
-    overload_status: int = option(
+    overload_status: int = variable(
         503,
-        env="DYN_HTTP_OVERLOAD_STATUS_CODE",
+        "DYN_HTTP_OVERLOAD_STATUS_CODE",
         minimum=200,
         maximum=999,
         help="HTTP status when every worker is busy",
     )
-    graceful_shutdown_timeout_s: float = option(
+    graceful_shutdown_timeout_s: float = variable(
         5.0,
-        env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+        "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         minimum=0,
         help="seconds requests in flight may take to end after SIGTERM",
     )
-    backend_stream_timeout_s: float | None = option(
+    backend_stream_timeout_s: float | None = variable(
         None,
-        env="DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
+        "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds an engine may be silent in the middle of a request; default: no limit",
     )
     migration_limit: int = option(
         0,
-        "--migration-limit",
-        env="DYN_MIGRATION_LIMIT",
         minimum=0,
         help="workers that may fail with a request before the request fails: it goes on with "
         "another one; dynamo serve sets 3",
     )
     migration_max_seq_len: int | None = option(
         None,
-        "--migration-max-seq-len",
-        env="DYN_MIGRATION_MAX_SEQ_LEN",
         minimum=1,
         help="tokens of prompt and answer above which a request does not go on with another "
         "worker; default: no limit",
     )
     cold_start_queue_limit: int = option(
-        1000,
-        "--cold-start-queue-limit",
-        env="DYN_COLD_START_QUEUE_LIMIT",
-        minimum=0,
-        help="requests of a model that may wait for its first worker; more get 503",
+        1000, minimum=0, help="requests of a model that may wait for its first worker; more get 503"
     )
     cold_start_timeout_s: float = option(
         600.0,
@@ -179,23 +145,21 @@ class FrontendSettings:
         metavar="SECONDS",
         help="longest wait of a request for the first worker of its model; then it gets 503",
     )
-    sse_keep_alive_ms: float | None = option(
+    sse_keep_alive_ms: float | None = variable(
         None,
-        env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
+        "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
         minimum=0,
         exclusive_minimum=True,
         help="send a comment on streams that were silent for so many milliseconds; default: never",
     )
-    slow_client_limit_mb: int = option(
+    slow_client_limit_mb: int = variable(
         8,
-        env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
+        "DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
         minimum=1,
         help="MiB buffered for a client that reads too slowly; above, it is disconnected",
     )
     allowed_media_domains: tuple[str, ...] = option(
         (),
-        "--allowed-media-domains",
-        env="DYN_ALLOWED_MEDIA_DOMAINS",
         repeat=True,
         several=True,
         metavar="HOST",
@@ -212,76 +176,56 @@ class FrontendSettings:
     )
     reasoning_field_name: str = option(
         "reasoning_content",
-        "--reasoning-field-name",
-        env="DYN_REASONING_FIELD_NAME",
         choices=("reasoning_content", "reasoning"),
         help="field of chat answers that has the model's reasoning",
     )
     exclude_tools_when_tool_choice_none: bool = option(
-        True,
-        "--exclude-tools-when-tool-choice-none",
-        env="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
-        help="leave tools out of the prompts of chats with tool_choice none",
+        True, help="leave tools out of the prompts of chats with tool_choice none"
     )
     min_initial_workers: int = option(
         0,
         "--router-min-initial-workers",
-        env="DYN_ROUTER_MIN_INITIAL_WORKERS",
         minimum=0,
         help="workers that a model needs before it is listed and served for the first time",
     )
-    ignore_unsupported_fields: bool = option(
+    ignore_unsupported_fields: bool = variable(
         False,
-        env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
+        "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
         help="accept unknown request fields instead of rejecting them",
     )
     responses_store_mb: int = option(
         64,
-        "--responses-store-mb",
-        env="DYN_RESPONSES_STORE_MB",
         minimum=0,
         help="memory for stored responses (previous_response_id of /v1/responses) in MiB; the "
         "least recently used are dropped; 0 stores none",
     )
     anthropic_api: bool = option(
-        True,
-        "--enable-anthropic-api",
-        env="DYN_ENABLE_ANTHROPIC_API",
-        help="serve /v1/messages and /v1/messages/count_tokens",
+        True, "--enable-anthropic-api", help="serve /v1/messages and /v1/messages/count_tokens"
     )
     strip_anthropic_preamble: bool = option(
         True,
-        "--strip-anthropic-preamble",
-        env="DYN_STRIP_ANTHROPIC_PREAMBLE",
         help="leave Claude Code's billing header, which differs in each request, out of prompts",
     )
-    disable_nvext: bool = option(
+    disable_nvext: bool = variable(
         False,
-        env="DYN_DISABLE_FRONTEND_NVEXT",
+        "DYN_DISABLE_FRONTEND_NVEXT",
         help="ignore nvext in requests, and the headers for routing",
     )
-    disable_admin_api: bool = option(
+    disable_admin_api: bool = variable(
         False,
-        env="DYN_DISABLE_FRONTEND_ADMIN_API",
+        "DYN_DISABLE_FRONTEND_ADMIN_API",
         help="do not serve the operators' routes (/busy_threshold, /v1/requests, /v1/route, "
         "/v1/status, /ui)",
     )
     ui: bool | None = option(
-        None,
-        "--ui",
-        env="DYN_HTTP_UI",
-        help="serve the web page at /ui; default: on a loopback address",
+        None, env="DYN_HTTP_UI", help="serve the web page at /ui; default: on a loopback address"
     )
-    force_usage: bool = option(
-        False,
-        env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
-        help="send token counts at the end of every stream",
+    force_usage: bool = variable(
+        False, "DYN_ENABLE_FORCE_INCLUDE_USAGE", help="send token counts at the end of every stream"
     )
 
     tokenizer: str = option(
         "default",
-        "--tokenizer",
-        env="DYN_TOKENIZER",
         choices=("default", "fastokens"),
         deprecated="the fastest tokenizer that gives a model's own ids is chosen for each model",
         heading="accepted, but without effect",
@@ -289,15 +233,11 @@ class FrontendSettings:
     )
     model_name: str | None = option(
         None,
-        "--model-name",
-        env="DYN_MODEL_NAME",
         deprecated="models have the names that their workers register",
         help="accepted, no effect",
     )
     model_path: str | None = option(
         None,
-        "--model-path",
-        env="DYN_MODEL_PATH",
         deprecated="models are read from the directories that their workers register",
         help="accepted, no effect",
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dynamo.config.absent import AbsentFlag, check_variables
-from dynamo.config.parser import Option, Parser
+from dynamo.config.parser import Option, Parser, option_of
 from dynamo.errors import ConfigError
 
 T = TypeVar("T")
@@ -34,18 +34,50 @@ _SECRETS = ("api_key", "password", "token")
 """Fields that this file does not have."""
 
 
-def option(
-    default: Any,
-    *flags: str,
-    env: str | tuple[str, ...] = (),
-    help: str,
-    **limits: Any,
-) -> Any:
-    """Return a dataclass field with an :class:`Option` in its metadata."""
-    names = (env,) if isinstance(env, str) else env
-    return dataclasses.field(
-        default=default, metadata={"option": Option(flags=flags, env=names, help=help, **limits)}
-    )
+def option(default: Any, *flags: str, env: str | tuple[str, ...] = (), **how: Any) -> Any:
+    """Return a field that a flag and a variable set; ``how`` are fields of :class:`Option`.
+
+    Unless stated, the flag of ``http_port`` is ``--http-port``, and the variable of that is
+    ``DYN_HTTP_PORT``.
+    """
+
+    def name(field: str) -> Option:
+        stated = flags or (_flag(field),)
+        variable = f"DYN_{stated[0].removeprefix('--').replace('-', '_').upper()}"
+        return Option(stated, (env,) if isinstance(env, str) else env or (variable,), **how)
+
+    return dataclasses.field(default=default, metadata={"option": name})
+
+
+def flag(default: Any, *flags: str, **how: Any) -> Any:
+    """Return a field as :func:`option` does, without a variable."""
+
+    def name(field: str) -> Option:
+        return Option(flags or (_flag(field),), (), **how)
+
+    return dataclasses.field(default=default, metadata={"option": name})
+
+
+def argument(default: Any, **how: Any) -> Any:
+    """Return a field that a word without a flag sets, without a variable."""
+
+    def name(field: str) -> Option:
+        return Option((field,), (), **how)
+
+    return dataclasses.field(default=default, metadata={"option": name})
+
+
+def variable(default: Any, *env: str, **how: Any) -> Any:
+    """Return a field without a flag; unless stated, the variable of ``tls_key`` is DYN_TLS_KEY."""
+
+    def name(field: str) -> Option:
+        return Option((), env or (f"DYN_{field.upper()}",), **how)
+
+    return dataclasses.field(default=default, metadata={"option": name})
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def environ() -> dict[str, str]:
@@ -107,7 +139,7 @@ def to_env(settings: Any) -> dict[str, str]:
     out: dict[str, str] = {}
     for field in fields_of(type(settings)):
         value = getattr(settings, field.name)
-        spec: Option = field.metadata["option"]
+        spec = option_of(field)
         if spec.env and value is not None:
             out[spec.env[0]] = _text(value)
     return out
@@ -118,8 +150,7 @@ def deprecations(settings: Any) -> list[str]:
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
         for field in fields_of(type(settings))
-        if (spec := field.metadata["option"]).deprecated
-        and getattr(settings, field.name) != field.default
+        if (spec := option_of(field)).deprecated and getattr(settings, field.name) != field.default
     ]
 
 
@@ -221,7 +252,7 @@ def try_build(
     problems: dict[str, ConfigError] = {}
     types_of = _types(cast(Any, group))
     for field in fields_of(group):
-        spec: Option = field.metadata["option"]
+        spec = option_of(field)
         kind, nullable = types_of[field.name]
         name, raw = _source(field, spec, given, env)
         if raw is None:

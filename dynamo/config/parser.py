@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,6 +46,13 @@ class Option(NamedTuple):
     shows_default: bool = True
 
 
+@functools.cache
+def option_of(field: dataclasses.Field[Any]) -> Option:
+    """Return how ``field`` is read. The names that it does not state follow from its own."""
+    option: Option = field.metadata["option"](field.name)
+    return option
+
+
 class _ShowVersion(argparse._VersionAction):
     """Adds the commit to the version."""
 
@@ -73,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             add_help=add_help,
             allow_abbrev=False,
             # argparse makes one at each add_argument; without a width it imports shutil: 3 ms.
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=_WIDEST),
+            formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=_WIDEST),
         )
         if prog.startswith(_PROGRAM):
             name = prog.removeprefix("python -m ")
@@ -92,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         self._absent += absent
         section = self.add_argument_group(title)
         for field in fields:
-            spec: Option = field.metadata["option"]
+            spec = option_of(field)
             if spec.heading:
                 section = self.add_argument_group(spec.heading)
             if spec.flags:

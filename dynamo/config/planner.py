@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from dynamo.config.option import option
+from dynamo.config.option import flag, option
+from dynamo.config.parser import option_of
 from dynamo.errors import ConfigError
 
 _SHARING_OPTIONS = {
@@ -19,56 +20,49 @@ _SHARING_OPTIONS = {
 class PlannerSettings:
     """planner: when workers are added and removed"""
 
-    served_model_name: str | None = option(
-        None, "--served-model-name", help="model whose workers are scaled; default: every model"
+    served_model_name: str | None = flag(
+        None, help="model whose workers are scaled; default: every model"
     )
-    environment: str = option(
+    environment: str = flag(
         "local",
-        "--environment",
         choices=("local", "kubernetes"),
         help="local: the deployment of `dynamo serve` on this machine; kubernetes: a "
         "DynamoGraphDeployment; needs dynamo-appliance[kubernetes]",
     )
     graph_deployment: str | None = option(
         None,
-        "--graph-deployment",
         env="DYN_PARENT_DGD_K8S_NAME",
         metavar="NAME",
         help="kubernetes: the DynamoGraphDeployment to scale",
     )
     kubernetes_namespace: str | None = option(
         None,
-        "--kubernetes-namespace",
         env="DYN_PARENT_DGD_K8S_NAMESPACE",
         metavar="NAME",
         help="kubernetes: its namespace; default: that of the pod, or of the kubeconfig's context",
     )
-    mode: str = option(
+    mode: str = flag(
         "load",
-        "--mode",
         choices=("auto", "load", "sla", "load+sla"),
         help="load: KV load and prefill queue against thresholds; sla: forecast of the traffic "
         "against --ttft and --itl; load+sla: the forecast and a fast reaction to load; auto: load "
         "until the cost of a request is learned, then load+sla, at most twice the workers in an "
         "--adjustment-interval",
     )
-    config_file: str | None = option(
+    config_file: str | None = flag(
         None,
         "--config",
         metavar="FILE",
         help="JSON or YAML file with these options, by our names or by those of Dynamo 1.6, or "
         "the JSON itself; flags win over it",
     )
-    no_operation: bool = option(
-        False, "--no-operation", help="observe and log only; never change the workers"
-    )
-    log_dir: str | None = option(
+    no_operation: bool = flag(False, help="observe and log only; never change the workers")
+    log_dir: str | None = flag(
         None,
-        "--log-dir",
         metavar="DIR",
         help="tensorboard directory, at most 64 MiB for each model; default: logs/<time>",
     )
-    adjustment_interval_s: float = option(
+    adjustment_interval_s: float = flag(
         30.0,
         "--adjustment-interval",
         minimum=0,
@@ -77,7 +71,7 @@ class PlannerSettings:
         heading="intervals and budget",
         help="time between decisions; load+sla and auto decide at least every 5 s",
     )
-    metric_pulling_interval_s: float = option(
+    metric_pulling_interval_s: float = flag(
         1.0,
         "--metric-pulling-interval",
         minimum=0,
@@ -85,75 +79,49 @@ class PlannerSettings:
         metavar="SECONDS",
         help="time between metric pulls",
     )
-    max_gpu_budget: int = option(
-        8,
-        "--max-gpu-budget",
-        minimum=0,
-        help="GPUs that prefill and decode workers together may hold",
+    max_gpu_budget: int = flag(
+        8, minimum=0, help="GPUs that prefill and decode workers together may hold"
     )
-    min_gpu_budget: int = option(
+    min_gpu_budget: int = flag(
         1,
-        "--min-gpu-budget",
         minimum=0,
         help="GPUs whose workers each pool keeps; 0: scale to zero after --idle-timeout",
     )
-    min_endpoint: int | None = option(
+    min_endpoint: int | None = flag(
         None,
-        "--min-endpoint",
         minimum=0,
         help="workers that each pool keeps, whatever their GPUs; instead of --min-gpu-budget",
     )
-    prefill_min_endpoint: int | None = option(
-        None,
-        "--prefill-min-endpoint",
-        minimum=1,
-        help="workers that a prefill pool keeps; instead of --min-endpoint",
+    prefill_min_endpoint: int | None = flag(
+        None, minimum=1, help="workers that a prefill pool keeps; instead of --min-endpoint"
     )
-    decode_min_endpoint: int | None = option(
-        None,
-        "--decode-min-endpoint",
-        minimum=1,
-        help="workers that a decode pool keeps; instead of --min-endpoint",
+    decode_min_endpoint: int | None = flag(
+        None, minimum=1, help="workers that a decode pool keeps; instead of --min-endpoint"
     )
-    decode_kv_scale_up_threshold: float = option(
-        0.9,
-        "--decode-kv-scale-up-threshold",
-        minimum=0,
-        heading="load: thresholds",
-        help="KV load that adds a decode worker",
+    decode_kv_scale_up_threshold: float = flag(
+        0.9, minimum=0, heading="load: thresholds", help="KV load that adds a decode worker"
     )
-    decode_kv_scale_down_threshold: float = option(
-        0.5,
-        "--decode-kv-scale-down-threshold",
-        minimum=0,
-        help="KV load below which a decode worker is removed",
+    decode_kv_scale_down_threshold: float = flag(
+        0.5, minimum=0, help="KV load below which a decode worker is removed"
     )
-    prefill_queue_scale_up_threshold: float = option(
-        0.5,
-        "--prefill-queue-scale-up-threshold",
-        minimum=0,
-        help="queued prefill requests per slot that add a prefill worker",
+    prefill_queue_scale_up_threshold: float = flag(
+        0.5, minimum=0, help="queued prefill requests per slot that add a prefill worker"
     )
-    prefill_queue_scale_down_threshold: float = option(
+    prefill_queue_scale_down_threshold: float = flag(
         0.2,
-        "--prefill-queue-scale-down-threshold",
         minimum=0,
         help="queued prefill requests per slot below which a prefill worker is removed",
     )
-    decode_engine_num_gpu: float | None = option(
+    decode_engine_num_gpu: float | None = flag(
         None,
-        "--decode-engine-num-gpu",
         minimum=0,
         heading="GPUs of a worker",
         help="GPUs of a decode worker; default: as the graph says, else 1",
     )
-    prefill_engine_num_gpu: float | None = option(
-        None,
-        "--prefill-engine-num-gpu",
-        minimum=0,
-        help="GPUs of a prefill worker; default: as the graph says, else 1",
+    prefill_engine_num_gpu: float | None = flag(
+        None, minimum=0, help="GPUs of a prefill worker; default: as the graph says, else 1"
     )
-    ttft_ms: float = option(
+    ttft_ms: float = flag(
         500.0,
         "--ttft",
         minimum=0,
@@ -164,7 +132,7 @@ class PlannerSettings:
         help="target of the time to first token; without it 500 (sla, load+sla), or that of the "
         "profile, else 2000 (auto); none in mode load",
     )
-    itl_ms: float = option(
+    itl_ms: float = flag(
         50.0,
         "--itl",
         minimum=0,
@@ -174,28 +142,24 @@ class PlannerSettings:
         help="target of the time between tokens; without it 50, with auto that of the profile, if "
         "there is one; none in mode load",
     )
-    load_predictor: str = option(
+    load_predictor: str = flag(
         "kalman",
-        "--load-predictor",
         choices=("constant", "kalman"),
         retired=dict.fromkeys(
             ("arima", "prophet"), "kalman, the default, replaces it and needs no library"
         ),
         help="how the traffic is forecast",
     )
-    load_prediction_window_size: int = option(
-        50, "--load-prediction-window-size", minimum=1, help="intervals that the forecast looks at"
+    load_prediction_window_size: int = flag(
+        50, minimum=1, help="intervals that the forecast looks at"
     )
-    profile_results_dir: str | None = option(
+    profile_results_dir: str | None = flag(
         None,
-        "--profile-results-dir",
         metavar="DIR",
         help="result of `dynamo profile`; without it capacity is learned from the traffic",
     )
-    no_correction: bool = option(
-        False, "--no-correction", help="do not correct the profile by what is observed"
-    )
-    idle_timeout_s: float = option(
+    no_correction: bool = flag(False, help="do not correct the profile by what is observed")
+    idle_timeout_s: float = flag(
         300.0,
         "--idle-timeout",
         minimum=0,
@@ -203,14 +167,14 @@ class PlannerSettings:
         heading="start and stop of workers",
         help="with --min-gpu-budget 0: time without requests after which the last worker goes",
     )
-    min_residency_s: float = option(
+    min_residency_s: float = flag(
         30.0,
         "--min-residency",
         minimum=0,
         metavar="SECONDS",
         help="time a model on demand serves before a model with waiting requests takes its GPUs",
     )
-    start_timeout_s: float = option(
+    start_timeout_s: float = flag(
         1800.0,
         "--start-timeout",
         minimum=0,
@@ -219,9 +183,8 @@ class PlannerSettings:
         help="time a new worker has to serve; then it is removed again",
     )
 
-    max_sleeping_workers: int | None = option(
+    max_sleeping_workers: int | None = flag(
         None,
-        "--max-sleeping-workers",
         minimum=0,
         help="workers of a service that may sleep instead of exiting, if their engine can; "
         "default: one, and more as far as a tenth of the RAM stays available",
@@ -237,7 +200,7 @@ class PlannerSettings:
         """
         return any(
             getattr(self, field.name) != field.default
-            or (field.name in self.given and not field.metadata["option"].shows_default)
+            or (field.name in self.given and not option_of(field).shows_default)
             for field in fields(self)
             if field.name in names
         )
@@ -301,9 +264,9 @@ class PlannerSettings:
 class ExplainSettings:
     """explain: which decisions"""
 
-    number: int = option(10, "-n", "--number", minimum=0, help="decisions to show")
-    json: bool = option(False, "--json", help="print the report as JSON")
-    timeout_s: float = option(
+    number: int = flag(10, "-n", "--number", minimum=0, help="decisions to show")
+    json: bool = flag(False, help="print the report as JSON")
+    timeout_s: float = flag(
         10.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the planner"
     )
 
@@ -312,25 +275,21 @@ class ExplainSettings:
 class SetSettings:
     """set: what to change; without an option the settings are shown"""
 
-    ttft_ms: float | None = option(
+    ttft_ms: float | None = flag(
         None, "--ttft", metavar="MS", help="target of the time to first token"
     )
-    itl_ms: float | None = option(
+    itl_ms: float | None = flag(
         None, "--itl", metavar="MS", help="target of the time between tokens"
     )
-    max_gpu_budget: int | None = option(
-        None, "--max-gpu-budget", help="GPUs that all workers together may hold"
+    max_gpu_budget: int | None = flag(None, help="GPUs that all workers together may hold")
+    min_gpu_budget: int | None = flag(
+        None, help="GPUs whose workers each pool without a min of its own keeps"
     )
-    min_gpu_budget: int | None = option(
-        None,
-        "--min-gpu-budget",
-        help="GPUs whose workers each pool without a min of its own keeps",
-    )
-    minima: tuple[str, ...] = option(
+    minima: tuple[str, ...] = flag(
         (),
         "--min",
         repeat=True,
         metavar="SERVICE=N",
         help="workers that a service keeps, such as Worker=2; Worker=graph: as the graph says",
     )
-    json: bool = option(False, "--json", help="print the settings as JSON")
+    json: bool = flag(False, help="print the settings as JSON")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dynamo.config.absent import ROUTER, ROUTER_PROCESS, AbsentFlag
-from dynamo.config.option import from_env, option
+from dynamo.config.option import from_env, option, variable
 from dynamo.config.router_kv import CacheSettings, CostSettings, DisaggSettings, LoadSettings
 from dynamo.config.router_policy import (
     BUILT_IN,
@@ -53,23 +53,17 @@ class ModeSettings:
     mode: str = option(
         "round-robin",
         "--router-mode",
-        env="DYN_ROUTER_MODE",
         choices=ROUTER_MODES,
         aliases={name.replace("-", "_"): name for name in ROUTER_MODES},
         heading="router: mode",
         help="how a worker is chosen for a request",
     )
     kv_cache_block_size: int | None = option(
-        None,
-        "--kv-cache-block-size",
-        env="DYN_KV_CACHE_BLOCK_SIZE",
-        minimum=1,
-        help="tokens in a KV block; default: what the worker's model card says",
+        None, minimum=1, help="tokens in a KV block; default: what the worker's model card says"
     )
     temperature: float = option(
         0.0,
         "--router-temperature",
-        env="DYN_ROUTER_TEMPERATURE",
         minimum=0,
         help="randomness of the choice; 0 takes the cheapest worker",
     )
@@ -85,25 +79,23 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     replica_sync: bool = option(
         False,
         "--router-replica-sync",
-        env="DYN_ROUTER_REPLICA_SYNC",
         heading="router, mode kv: other routers of the same workers",
         help="kv mode: count as load the requests that other routers sent to the same workers",
     )
-    max_index_blocks: int = option(
+    max_index_blocks: int = variable(
         8_388_608,
-        env="DYN_ROUTER_MAX_INDEX_BLOCKS",
+        "DYN_ROUTER_MAX_INDEX_BLOCKS",
         minimum=1,
         help="cap on blocks in the prefix index (about 64 bytes each); rejected blocks are counted",
     )
-    active_request_expiry_s: float = option(
+    active_request_expiry_s: float = variable(
         3600.0,
-        env="DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+        "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
         minimum=1,
         help="age at which the load of a request that never ended is dropped",
     )
-    encoder_cuda_to_cpu_ratio: float = option(
+    encoder_cuda_to_cpu_ratio: float = variable(
         8.0,
-        env="DYN_ENCODER_CUDA_TO_CPU_RATIO",
         minimum=0,
         exclusive_minimum=True,
         help="device-aware-weighted: requests a GPU worker gets for each one of a CPU worker",
@@ -111,7 +103,6 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     queue_threshold: float | None = option(
         None,
         "--router-queue-threshold",
-        env="DYN_ROUTER_QUEUE_THRESHOLD",
         minimum=0,
         exclusive_minimum=True,
         heading="router, mode kv: queue",
@@ -121,26 +112,24 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     queue_policy: str = option(
         "fcfs",
         "--router-queue-policy",
-        env="DYN_ROUTER_QUEUE_POLICY",
         choices=("fcfs", "lcfs", "wspt"),
         help="order at equal strict priority: first come, last come, or least work by weight",
     )
-    queue_limit: int = option(
+    queue_limit: int = variable(
         4096,
-        env="DYN_ROUTER_QUEUE_LIMIT",
+        "DYN_ROUTER_QUEUE_LIMIT",
         minimum=1,
         help="requests that may wait; further ones are rejected as overload",
     )
-    overlap_refresh_after_s: float = option(
+    overlap_refresh_after_s: float = variable(
         10.0,
-        env="DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
+        "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
         minimum=0,
         help="recompute the overlap of requests that wait longer; 0: not before dispatch",
     )
     session_affinity_ttl_s: float | None = option(
         None,
         "--router-session-affinity-ttl-secs",
-        env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
         minimum=1,
         maximum=31_536_000,
         heading="router: sessions",
@@ -149,70 +138,50 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     session_affinity_mode: str = option(
         "hard",
         "--router-session-affinity-mode",
-        env="DYN_ROUTER_SESSION_AFFINITY_MODE",
         choices=("hard", "soft"),
         help="a session whose worker is overloaded is rejected (hard) or moves (soft)",
     )
-    session_limit: int = option(
+    session_limit: int = variable(
         262_144,
-        env="DYN_ROUTER_SESSION_AFFINITY_MAX_SESSIONS",
+        "DYN_ROUTER_SESSION_AFFINITY_MAX_SESSIONS",
         minimum=1,
         help="sessions kept; above, the one idle longest is dropped",
     )
     admission_control: str = option(
         "none",
-        "--admission-control",
-        env="DYN_ADMISSION_CONTROL",
         choices=("token-capacity", "none"),
         heading="router: busy workers",
         help="token-capacity: workers over a busy threshold get no requests; none: ignore them",
     )
     active_decode_blocks_threshold: float | None = option(
         None,
-        "--active-decode-blocks-threshold",
-        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
         minimum=0.0,
         maximum=1.0,
         help="share of a worker's KV blocks in use above which it is busy",
     )
     active_prefill_tokens_threshold: int | None = option(
-        None,
-        "--active-prefill-tokens-threshold",
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        minimum=0,
-        help="tokens being prefilled above which a worker is busy",
+        None, minimum=0, help="tokens being prefilled above which a worker is busy"
     )
     active_prefill_tokens_threshold_frac: float | None = option(
-        None,
-        "--active-prefill-tokens-threshold-frac",
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        minimum=0,
-        help="the same as a fraction of the worker's max_num_batched_tokens",
+        None, minimum=0, help="the same as a fraction of the worker's max_num_batched_tokens"
     )
     policy_config: str | None = option(
         None,
         FLAG,
-        env="DYN_ROUTER_POLICY_CONFIG",
         metavar="FILE",
         heading="router, mode kv: policies",
         help="YAML file with shared settings, classes of the queue and policies that choose "
         "workers; flags and variables win over its settings",
     )
     prefill_policy: str | None = option(
-        None,
-        "--router-prefill-policy",
-        env="DYN_ROUTER_PREFILL_POLICY",
-        help="policy of that file for prefill workers, or default",
+        None, "--router-prefill-policy", help="policy of that file for prefill workers, or default"
     )
     decode_policy: str | None = option(
-        None,
-        "--router-decode-policy",
-        env="DYN_ROUTER_DECODE_POLICY",
-        help="policy of that file for decode workers, or default",
+        None, "--router-decode-policy", help="policy of that file for decode workers, or default"
     )
-    selection_policy: str | None = option(
+    selection_policy: str | None = variable(
         None,
-        env="DYN_ROUTER_WORKER_SELECTION_POLICY",
+        "DYN_ROUTER_WORKER_SELECTION_POLICY",
         help="policy of that file for all workers, or default",
     )
     policies: RouterPolicies | None = None
@@ -222,7 +191,6 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     load_aware: bool = option(
         False,
-        "--load-aware",
         env="DYN_ROUTER_LOAD_AWARE",
         heading="router: presets",
         help="choose workers by load alone: mode kv without caches and KV events",
@@ -230,22 +198,16 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     durable_kv_events: bool = option(
         False,
         "--router-durable-kv-events",
-        env="DYN_ROUTER_DURABLE_KV_EVENTS",
         deprecated=_JETSTREAM,
         heading="accepted, but without effect",
         help="accepted, no effect",
     )
     reset_states: bool = option(
-        False,
-        "--router-reset-states",
-        env="DYN_ROUTER_RESET_STATES",
-        deprecated=_JETSTREAM,
-        help="accepted, no effect",
+        False, "--router-reset-states", deprecated=_JETSTREAM, help="accepted, no effect"
     )
     snapshot_threshold: int = option(
         1_000_000,
         "--router-snapshot-threshold",
-        env="DYN_ROUTER_SNAPSHOT_THRESHOLD",
         minimum=1,
         deprecated=_JETSTREAM,
         help="accepted, no effect",
@@ -345,7 +307,6 @@ class RouterProcessSettings:
     absent: ClassVar[tuple[AbsentFlag, ...]] = ROUTER_PROCESS
     endpoint: str | None = option(
         None,
-        "--endpoint",
         env="DYN_ROUTER_ENDPOINT",
         metavar="NS.COMPONENT.ENDPOINT",
         help="the workers' endpoint",
@@ -354,7 +315,6 @@ class RouterProcessSettings:
         128,
         "--router-block-size",
         "--block-size",
-        env="DYN_ROUTER_BLOCK_SIZE",
         minimum=1,
         help="tokens in a KV block of the workers",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.option import option
+from dynamo.config.option import option, variable
 from dynamo.errors import ConfigError
 
 _FLAG = "--router-conditional-disagg-config"
@@ -68,21 +68,17 @@ class DisaggSettings:
 
     enforce_disagg: bool = option(
         False,
-        "--enforce-disagg",
-        env="DYN_ENFORCE_DISAGG",
         heading="disaggregation: prefill workers",
         help="reject requests (503) without a prefill worker, instead of serving them decode-only",
     )
     conditional_disagg: bool = option(
         False,
         "--router-conditional-disagg",
-        env="DYN_ROUTER_CONDITIONAL_DISAGG",
         help="send only prompts with enough uncached tokens to prefill workers",
     )
     conditional_disagg_config: str | None = option(
         None,
         _FLAG,
-        env="DYN_ROUTER_CONDITIONAL_DISAGG_CONFIG",
         metavar="JSON|FILE",
         help="thresholds of --router-conditional-disagg: eff_isl_threshold 1000, "
         "eff_isl_ratio_threshold, max_prefill_queue_size 2",
@@ -90,7 +86,6 @@ class DisaggSettings:
     prefill_slots: int | None = option(
         None,
         "--router-prefill-slots",
-        env="DYN_ROUTER_PREFILL_SLOTS",
         minimum=1,
         help="requests that a rank of a prefill worker gets at once; default: until its prompt "
         "tokens fill max_num_batched_tokens",
@@ -98,26 +93,24 @@ class DisaggSettings:
     prefill_queue_limit: int = option(
         4096,
         "--router-prefill-queue-limit",
-        env="DYN_ROUTER_PREFILL_QUEUE_LIMIT",
         minimum=0,
         help="requests of a model that may wait for a prefill slot; further ones are rejected",
     )
-    prefill_retries: int = option(
+    prefill_retries: int = variable(
         3,
-        env="DYN_ROUTER_PREFILL_RETRIES",
+        "DYN_ROUTER_PREFILL_RETRIES",
         minimum=0,
         help="prefill workers that may fail a request before it is served decode-only",
     )
-    prefill_patience_s: float = option(
+    prefill_patience_s: float = variable(
         3.0,
-        env="DYN_ROUTER_PREFILL_PATIENCE_SECS",
+        "DYN_ROUTER_PREFILL_PATIENCE_SECS",
         minimum=0,
         help="seconds a prompt waits for the prefill worker that is best for it (mode kv) while "
         "others have a free slot",
     )
-    prefill_drain_timeout_s: float = option(
+    prefill_drain_timeout_s: float = variable(
         30.0,
-        env="DYN_PREFILL_DRAIN_TIMEOUT_S",
         minimum=0,
         help="seconds that a deregistered prefill worker may take to finish its requests; then "
         "they go to another",
@@ -178,7 +171,6 @@ class CostSettings:
     cost: str = option(
         "blocks",
         "--router-cost",
-        env="DYN_ROUTER_COST",
         choices=("blocks", "seconds"),
         heading="router, mode kv: what a worker costs",
         help="blocks: Dynamo's formula, with the weights below; seconds: the time to the first "
@@ -196,28 +188,24 @@ class CostSettings:
     prefill_load_scale: float = option(
         1.0,
         "--router-prefill-load-scale",
-        env="DYN_ROUTER_PREFILL_LOAD_SCALE",
         minimum=0,
         help="weight of a block to prefill against an active block",
     )
     overlap_score_credit: float = option(
         1.0,
         "--router-kv-overlap-score-credit",
-        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
         minimum=0,
         help="share of a block of prefill that a cached block saves",
     )
     overlap_score_credit_decay: float = option(
         0.0,
         "--router-kv-overlap-score-credit-decay",
-        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
         minimum=0,
         help="how fast the credit falls on a worker with excess active prefill",
     )
     host_cache_hit_weight: float = option(
         0.75,
         "--router-host-cache-hit-weight",
-        env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
         minimum=0.0,
         maximum=1.0,
         help="share of a block of prefill that a block in host memory saves",
@@ -225,36 +213,29 @@ class CostSettings:
     disk_cache_hit_weight: float = option(
         0.25,
         "--router-disk-cache-hit-weight",
-        env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
         minimum=0.0,
         maximum=1.0,
         help="share of a block of prefill that a block on disk saves",
     )
     shared_cache_multiplier: float | None = option(
         None,
-        "--shared-cache-multiplier",
-        env="DYN_SHARED_CACHE_MULTIPLIER",
         minimum=0,
         help="share of a block of prefill that a block in the shared cache saves; default: none",
     )
     shared_cache_type: str = option(
         "none",
-        "--shared-cache-type",
-        env="DYN_SHARED_CACHE_TYPE",
         choices=("none", "hicache"),
         help="hicache: blocks that any worker reports on an external tier count for all workers",
     )
     decode_active_request_weight: float = option(
         0.0,
         "--router-decode-active-request-weight",
-        env="DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
         minimum=0,
         help="blocks that each running request of a worker adds to its cost",
     )
     duplicate_cost: float = option(
         0.0,
         "--router-duplicate-cost",
-        env="DYN_ROUTER_DUPLICATE_COST",
         minimum=0,
         help="blocks of prefill that a block costs where it would be computed although another "
         "worker holds it, times the cached share of the prompt; waived once queueing has cost more",
@@ -276,7 +257,6 @@ class CacheSettings:
     event_threads: int = option(
         1,
         "--router-event-threads",
-        env="DYN_ROUTER_EVENT_THREADS",
         minimum=1,
         maximum=64,
         help="with KV events: above 1, this many threads receive and apply them beside the "
@@ -285,7 +265,6 @@ class CacheSettings:
     ttl_s: float = option(
         120.0,
         "--router-ttl-secs",
-        env="DYN_ROUTER_TTL_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="without KV events: how long a block is assumed to stay cached",
@@ -293,7 +272,6 @@ class CacheSettings:
     predicted_ttl_s: float | None = option(
         None,
         "--router-predicted-ttl-secs",
-        env="DYN_ROUTER_PREDICTED_TTL_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="with KV events: how long a prompt is assumed cached on its worker, whatever the "
@@ -302,14 +280,12 @@ class CacheSettings:
     max_tree_size: int = option(
         1_048_576,
         "--router-max-tree-size",
-        env="DYN_ROUTER_MAX_TREE_SIZE",
         minimum=1,
         help="without KV events: blocks assumed cached, on all workers, before pruning",
     )
     prune_target_ratio: float = option(
         0.8,
         "--router-prune-target-ratio",
-        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
         minimum=0.0,
         maximum=1.0,
         help="without KV events: share of --router-max-tree-size that pruning leaves",
@@ -317,7 +293,6 @@ class CacheSettings:
     approximate_cache_policy: str = option(
         "ttl",
         "--router-approximate-cache-policy",
-        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
         choices=("ttl", "lru"),
         help="without KV events: forget blocks by age, or as a worker of known capacity would",
     )
@@ -331,7 +306,6 @@ class LoadSettings:
         True,
         "--router-track-active-blocks",
         "--track-active-blocks",
-        env="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
         heading="router, mode kv: what runs where",
         help="count the blocks of running requests as load",
     )
@@ -339,26 +313,22 @@ class LoadSettings:
         False,
         "--router-track-output-blocks",
         "--track-output-blocks",
-        env="DYN_ROUTER_TRACK_OUTPUT_BLOCKS",
         help="count generated blocks too, decreasing towards the expected output length",
     )
     assume_kv_reuse: bool = option(
         True,
         "--router-assume-kv-reuse",
         "--assume-kv-reuse",
-        env="DYN_ROUTER_ASSUME_KV_REUSE",
         help="count a block that several requests of one worker share once",
     )
     track_prefill_tokens: bool = option(
         True,
         "--router-track-prefill-tokens",
-        env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
         help="count prompt tokens to compute as load; without, only active blocks weigh",
     )
     prefill_load_model: str = option(
         "none",
         "--router-prefill-load-model",
-        env="DYN_ROUTER_PREFILL_LOAD_MODEL",
         choices=("none", "fitted", "aic", "ais"),
         help="reduce the load of a prompt while it is computed, by times measured (fitted) or "
         "estimated by AIConfigurator (aic, ais)",
@@ -369,35 +339,23 @@ class LoadSettings:
         None,
         "--ais-backend",
         "--aic-backend",
-        env="DYN_AIS_BACKEND",
         help="AIConfigurator: the workers' engine (vllm, sglang, trtllm)",
     )
     ais_system: str | None = option(
-        None,
-        "--ais-system",
-        "--aic-system",
-        env="DYN_AIS_SYSTEM",
-        help="AIConfigurator: the workers' GPU, like h200_sxm",
+        None, "--ais-system", "--aic-system", help="AIConfigurator: the workers' GPU, like h200_sxm"
     )
     ais_model_path: str | None = option(
         None,
         "--ais-model-path",
         "--aic-model-path",
-        env="DYN_AIS_MODEL_PATH",
         help="AIConfigurator: the model, by name or directory",
     )
     ais_backend_version: str | None = option(
         None,
         "--ais-backend-version",
         "--aic-backend-version",
-        env="DYN_AIS_BACKEND_VERSION",
         help="AIConfigurator: the engine's version; default: its newest",
     )
     ais_tp_size: int = option(
-        1,
-        "--ais-tp-size",
-        "--aic-tp-size",
-        env="DYN_AIS_TP_SIZE",
-        minimum=1,
-        help="AIConfigurator: GPUs of a worker",
+        1, "--ais-tp-size", "--aic-tp-size", minimum=1, help="AIConfigurator: GPUs of a worker"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dynamo.config.absent import RUNTIME, AbsentFlag
-from dynamo.config.option import option
+from dynamo.config.option import option, variable
 from dynamo.errors import ConfigError
 
 EVENT_PLANES = ("zmq", "nats")
@@ -20,51 +20,51 @@ MIB = 1024 * 1024
 class RequestPlaneSettings:
     """request plane: sizes and timeouts between frontend and workers"""
 
-    max_message_size_bytes: int = option(
+    max_message_size_bytes: int = variable(
         32 * MIB,
-        env="DYN_TCP_MAX_MESSAGE_SIZE",
+        "DYN_TCP_MAX_MESSAGE_SIZE",
         minimum=1024,
         maximum=1024 * MIB,
         help="largest request or response item in bytes; a larger one fails alone",
     )
-    silence_timeout_s: float = option(
+    silence_timeout_s: float = variable(
         2.0,
-        env="DYN_REQUEST_PLANE_SILENCE_TIMEOUT",
+        "DYN_REQUEST_PLANE_SILENCE_TIMEOUT",
         minimum=0.02,
         help="seconds a worker with requests may send nothing, not even the answer to a ping, "
         "before its requests go to other workers",
     )
-    request_timeout_s: float = option(
+    request_timeout_s: float = variable(
         10.0,
-        env="DYN_TCP_REQUEST_TIMEOUT",
+        "DYN_TCP_REQUEST_TIMEOUT",
         minimum=0.01,
         help="seconds after which a silent worker's connection is lost, with the requests that no "
         "other worker can take",
     )
-    connect_timeout_s: float = option(
-        3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
+    connect_timeout_s: float = variable(
+        3.0, "DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
     )
-    tcp_user_timeout_s: float = option(
+    tcp_user_timeout_s: float = variable(
         6.0,
-        env="DYN_TCP_USER_TIMEOUT",
+        "DYN_TCP_USER_TIMEOUT",
         minimum=0.1,
         help="seconds that sent bytes may go unacknowledged before a TCP connection counts as lost",
     )
-    high_water_bytes: int = option(
+    high_water_bytes: int = variable(
         256 * 1024,
-        env="DYN_REQUEST_PLANE_HIGH_WATER",
+        "DYN_REQUEST_PLANE_HIGH_WATER",
         minimum=4096,
         help="unsent bytes of one connection above which senders are asked to wait",
     )
-    hard_cap_bytes: int = option(
+    hard_cap_bytes: int = variable(
         64 * MIB,
-        env="DYN_REQUEST_PLANE_HARD_CAP",
+        "DYN_REQUEST_PLANE_HARD_CAP",
         minimum=64 * 1024,
         help="unsent bytes of one connection above which requests are rejected",
     )
-    max_streams: int = option(
+    max_streams: int = variable(
         50_000,
-        env="DYN_REQUEST_PLANE_MAX_STREAMS",
+        "DYN_REQUEST_PLANE_MAX_STREAMS",
         minimum=1,
         help="requests one process serves at once; further ones are rejected as overloaded",
     )
@@ -74,33 +74,31 @@ class RequestPlaneSettings:
 class NatsSettings:
     """nats: servers, credentials, TLS"""
 
-    servers: str = option(
+    servers: str = variable(
         "nats://localhost:4222",
-        env="NATS_SERVER",
+        "NATS_SERVER",
         help="servers of the NATS cluster, separated by commas: nats:// or tls://",
     )
-    username: str | None = option(None, env="NATS_AUTH_USERNAME", help="user of NATS")
-    password: str | None = option(None, env="NATS_AUTH_PASSWORD", help="password of that user")
-    token: str | None = option(None, env="NATS_AUTH_TOKEN", help="token instead of a user")
-    nkey: str | None = option(None, env="NATS_AUTH_NKEY", help="seed of an nkey")
-    credentials_file: str | None = option(
-        None, env="NATS_AUTH_CREDENTIALS_FILE", help="file with a JWT and the seed of its nkey"
+    username: str | None = variable(None, "NATS_AUTH_USERNAME", help="user of NATS")
+    password: str | None = variable(None, "NATS_AUTH_PASSWORD", help="password of that user")
+    token: str | None = variable(None, "NATS_AUTH_TOKEN", help="token instead of a user")
+    nkey: str | None = variable(None, "NATS_AUTH_NKEY", help="seed of an nkey")
+    credentials_file: str | None = variable(
+        None, "NATS_AUTH_CREDENTIALS_FILE", help="file with a JWT and the seed of its nkey"
     )
-    ca: str | None = option(
-        None, env="NATS_TLS_CA_CERT_PATH", help="PEM file of the authority of the servers"
+    ca: str | None = variable(
+        None, "NATS_TLS_CA_CERT_PATH", help="PEM file of the authority of the servers"
     )
-    client_cert: str | None = option(
-        None, env="NATS_TLS_CLIENT_CERT_PATH", help="PEM file of our own certificate"
+    client_cert: str | None = variable(
+        None, "NATS_TLS_CLIENT_CERT_PATH", help="PEM file of our own certificate"
     )
-    client_key: str | None = option(
-        None, env="NATS_TLS_CLIENT_KEY_PATH", help="PEM file of its key"
+    client_key: str | None = variable(None, "NATS_TLS_CLIENT_KEY_PATH", help="PEM file of its key")
+    insecure: bool = variable(
+        False, "NATS_TLS_INSECURE", help="do not verify the servers' certificates"
     )
-    insecure: bool = option(
-        False, env="NATS_TLS_INSECURE", help="do not verify the servers' certificates"
-    )
-    start_timeout_s: float = option(
+    start_timeout_s: float = variable(
         5.0,
-        env="DYN_NATS_START_TIMEOUT",
+        "DYN_NATS_START_TIMEOUT",
         minimum=0.1,
         help="seconds a starting process keeps trying to reach NATS",
     )
@@ -110,25 +108,25 @@ class NatsSettings:
 class EtcdSettings:
     """etcd: endpoints, credentials, TLS"""
 
-    endpoints: str = option(
+    endpoints: str = variable(
         "http://localhost:2379",
-        env="ETCD_ENDPOINTS",
+        "ETCD_ENDPOINTS",
         help="members of the etcd cluster, separated by commas: host:port, http:// or https://",
     )
-    username: str | None = option(
-        None, env="ETCD_AUTH_USERNAME", help="user of etcd, with ETCD_AUTH_PASSWORD"
+    username: str | None = variable(
+        None, "ETCD_AUTH_USERNAME", help="user of etcd, with ETCD_AUTH_PASSWORD"
     )
-    password: str | None = option(None, env="ETCD_AUTH_PASSWORD", help="password of that user")
-    ca: str | None = option(
-        None, env="ETCD_AUTH_CA", help="PEM file of the authority that signed etcd's certificate"
+    password: str | None = variable(None, "ETCD_AUTH_PASSWORD", help="password of that user")
+    ca: str | None = variable(
+        None, "ETCD_AUTH_CA", help="PEM file of the authority that signed etcd's certificate"
     )
-    client_cert: str | None = option(
-        None, env="ETCD_AUTH_CLIENT_CERT", help="PEM file of our own certificate"
+    client_cert: str | None = variable(
+        None, "ETCD_AUTH_CLIENT_CERT", help="PEM file of our own certificate"
     )
-    client_key: str | None = option(None, env="ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
-    start_timeout_s: float = option(
+    client_key: str | None = variable(None, "ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
+    start_timeout_s: float = variable(
         5.0,
-        env="DYN_ETCD_START_TIMEOUT",
+        "DYN_ETCD_START_TIMEOUT",
         minimum=0.1,
         help="seconds a starting process keeps trying to reach etcd",
     )
@@ -139,152 +137,96 @@ class RuntimeSettings:
     """runtime: namespace, discovery, request plane, event plane"""
 
     absent: ClassVar[tuple[AbsentFlag, ...]] = RUNTIME
-    namespace: str = option(
-        "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of this deployment"
-    )
+    namespace: str = option("dynamo", help="namespace of this deployment")
     discovery_backend: str = option(
         "file",
-        "--discovery-backend",
-        env="DYN_DISCOVERY_BACKEND",
         choices=("file", "mem", "etcd"),
         help="where instances are registered; etcd for more than one box (ETCD_ENDPOINTS)",
     )
-    file_kv: str | None = option(
-        None,
-        env="DYN_FILE_KV",
-        help="directory of file discovery; default: store/ in the run directory",
+    file_kv: str | None = variable(
+        None, help="directory of file discovery; default: store/ in the run directory"
     )
-    state_dir: str | None = option(
+    state_dir: str | None = variable(
         None,
-        env="DYN_LOCAL_STATE_DIR",
+        "DYN_LOCAL_STATE_DIR",
         help="root of statefiles and run directories; default ~/.dynamo/state",
     )
     request_plane: str = option(
         "uds",
-        "--request-plane",
-        env="DYN_REQUEST_PLANE",
         choices=("uds", "tcp"),
         help="transport between frontend and workers: UNIX socket or TCP",
     )
-    tcp_rpc_host: str = option(
+    tcp_rpc_host: str = variable(
         "127.0.0.1",
-        env="DYN_TCP_RPC_HOST",
         help="address a worker listens on with tcp; 0.0.0.0 advertises the outgoing one",
     )
-    tcp_rpc_port: int = option(
+    tcp_rpc_port: int = variable(
         0,
-        env="DYN_TCP_RPC_PORT",
         minimum=0,
         maximum=65535,
         help="port a worker listens on with tcp; 0 lets the system choose",
     )
     event_plane: str = option(
         "zmq",
-        "--event-plane",
-        env="DYN_EVENT_PLANE",
         choices=EVENT_PLANES,
         help="KV event transport: between the processes, or over a NATS server (NATS_SERVER)",
     )
-    event_plane_host: str | None = option(
-        None,
-        env="DYN_EVENT_PLANE_HOST",
-        help="address zmq publishers listen on with tcp; default: DYN_TCP_RPC_HOST",
+    event_plane_host: str | None = variable(
+        None, help="address zmq publishers listen on with tcp; default: DYN_TCP_RPC_HOST"
     )
     device_type: str | None = option(
         None,
-        "--device-type",
-        env="DYN_DEVICE_TYPE",
         choices=("cpu", "cuda", "xpu", "tpu"),
         help="where the models of this worker run, for --router-mode device-aware-weighted; "
         "default: what the engine reports, else cuda if CUDA_VISIBLE_DEVICES names a GPU, else cpu",
     )
-    lease_ttl_s: float = option(
+    lease_ttl_s: float = variable(
         10.0,
-        env="ETCD_LEASE_TTL",
+        "ETCD_LEASE_TTL",
         minimum=0.5,
         help="seconds without a renewal after which the lease of a hung process expires",
     )
 
     dump_config_to: str | None = option(
         None,
-        "--dump-config-to",
-        env="DYN_DUMP_CONFIG_TO",
         metavar="FILE",
         help="write all settings of this process to FILE, as JSON, when it starts",
     )
 
     tcp_tls_cert_path: str | None = option(
         None,
-        "--tcp-tls-cert-path",
-        env="DYN_TCP_TLS_CERT_PATH",
         heading="request plane tcp, event plane nats: TLS",
         help="PEM file of the certificate with which this process serves requests over TCP",
     )
-    tcp_tls_key_path: str | None = option(
-        None,
-        "--tcp-tls-key-path",
-        env="DYN_TCP_TLS_KEY_PATH",
-        help="PEM file of that certificate's key",
-    )
+    tcp_tls_key_path: str | None = option(None, help="PEM file of that certificate's key")
     tcp_tls_ca_cert_path: str | None = option(
         None,
-        "--tcp-tls-ca-cert-path",
-        env="DYN_TCP_TLS_CA_CERT_PATH",
         help="PEM file of the authority of the workers' certificates; requests are sent over TLS",
     )
     tcp_tls_client_cert_path: str | None = option(
-        None,
-        "--tcp-tls-client-cert-path",
-        env="DYN_TCP_TLS_CLIENT_CERT_PATH",
-        help="PEM file of the certificate that this process shows to workers",
+        None, help="PEM file of the certificate that this process shows to workers"
     )
-    tcp_tls_client_key_path: str | None = option(
-        None,
-        "--tcp-tls-client-key-path",
-        env="DYN_TCP_TLS_CLIENT_KEY_PATH",
-        help="PEM file of that certificate's key",
-    )
+    tcp_tls_client_key_path: str | None = option(None, help="PEM file of that certificate's key")
     tcp_tls_client_ca_cert_path: str | None = option(
-        None,
-        "--tcp-tls-client-ca-cert-path",
-        env="DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
-        help="PEM file of the authority whose certificates clients of this process need",
+        None, help="PEM file of the authority whose certificates clients of this process need"
     )
     tcp_tls_server_name: str | None = option(
-        None,
-        "--tcp-tls-server-name",
-        env="DYN_TCP_TLS_SERVER_NAME",
-        help="name in the workers' certificates; default: their address",
+        None, help="name in the workers' certificates; default: their address"
     )
     tcp_tls_insecure: bool = option(
-        False,
-        "--tcp-tls-insecure",
-        env="DYN_TCP_TLS_INSECURE",
-        help="send requests over TLS without verifying the workers' certificates",
+        False, help="send requests over TLS without verifying the workers' certificates"
     )
     nats_tls_ca_cert_path: str | None = option(
-        None,
-        "--nats-tls-ca-cert-path",
-        env="NATS_TLS_CA_CERT_PATH",
-        help="PEM file of the authority of the NATS servers",
+        None, env="NATS_TLS_CA_CERT_PATH", help="PEM file of the authority of the NATS servers"
     )
     nats_tls_insecure: bool = option(
-        False,
-        "--nats-tls-insecure",
-        env="NATS_TLS_INSECURE",
-        help="do not verify the NATS servers' certificates",
+        False, env="NATS_TLS_INSECURE", help="do not verify the NATS servers' certificates"
     )
     nats_tls_client_cert_path: str | None = option(
-        None,
-        "--nats-tls-client-cert-path",
-        env="NATS_TLS_CLIENT_CERT_PATH",
-        help="PEM file of our own certificate for NATS",
+        None, env="NATS_TLS_CLIENT_CERT_PATH", help="PEM file of our own certificate for NATS"
     )
     nats_tls_client_key_path: str | None = option(
-        None,
-        "--nats-tls-client-key-path",
-        env="NATS_TLS_CLIENT_KEY_PATH",
-        help="PEM file of its key",
+        None, env="NATS_TLS_CLIENT_KEY_PATH", help="PEM file of its key"
     )
 
     def __post_init__(self) -> None:

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import option
+from dynamo.config.option import argument, flag, option, variable
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """serve: the graph and how its processes are kept running"""
 
-    graph: str = option("", "graph", help="YAML file with the services")
-    namespace: str | None = option(
-        None, "--namespace", help="namespace of this deployment; overrides the one in the graph"
+    graph: str = argument("", help="YAML file with the services")
+    namespace: str | None = flag(
+        None, help="namespace of this deployment; overrides the one in the graph"
     )
-    dry_run: bool = option(
-        False, "--dry-run", help="print what would run (commands, environment, GPUs) and exit"
-    )
-    json: bool = option(False, "--json", help="with --dry-run: print it as JSON")
-    detach: bool = option(
+    dry_run: bool = flag(False, help="print what would run (commands, environment, GPUs) and exit")
+    json: bool = flag(False, help="with --dry-run: print it as JSON")
+    detach: bool = flag(
         False, "-d", "--detach", help="go on in the background; return when the API is ready"
     )
-    gpus: int | None = option(
-        None, "--gpus", minimum=0, maximum=1024, help="assume that this machine has N GPUs"
+    gpus: int | None = flag(
+        None, minimum=0, maximum=1024, help="assume that this machine has N GPUs"
     )
-    disable_gpu_allocation: bool = option(
+    disable_gpu_allocation: bool = variable(
         False,
-        env=("DYN_DISABLE_AUTO_GPU_ALLOCATION", "DYNAMO_DISABLE_GPU_ALLOCATION"),
+        "DYN_DISABLE_AUTO_GPU_ALLOCATION",
+        "DYNAMO_DISABLE_GPU_ALLOCATION",
         help="assign no GPUs: workers see the GPUs that this process sees",
     )
     circus_endpoint: str | None = option(
         None,
-        "--circus-endpoint",
-        env="DYN_CIRCUS_ENDPOINT",
         help="control endpoint; default: a UNIX socket in the run directory. A TCP port, e.g. "
         "tcp://127.0.0.1:5555, lets everyone who reaches it run commands as you",
     )
@@ -44,35 +41,32 @@ class ServeSettings:
         minimum=0.0,
         help="seconds a process may take to finish its work before it is killed",
     )
-    migration_limit: int = option(
-        3,
-        env="DYN_MIGRATION_LIMIT",
-        minimum=0,
-        help="--migration-limit of the graph's frontends that do not set it",
+    migration_limit: int = variable(
+        3, minimum=0, help="--migration-limit of the graph's frontends that do not set it"
     )
-    restart_burst: int = option(
+    restart_burst: int = variable(
         5,
-        env="DYN_SERVE_RESTART_BURST",
+        "DYN_SERVE_RESTART_BURST",
         minimum=1,
         help="exits of one worker within the window after which it is not restarted",
     )
-    restart_window_s: float = option(
-        60.0, env="DYN_SERVE_RESTART_WINDOW_S", minimum=1.0, help="the window, in seconds"
+    restart_window_s: float = variable(
+        60.0, "DYN_SERVE_RESTART_WINDOW_S", minimum=1.0, help="the window, in seconds"
     )
-    log_size_mb: float = option(
+    log_size_mb: float = variable(
         16.0,
-        env="DYN_SERVE_LOG_SIZE_MB",
+        "DYN_SERVE_LOG_SIZE_MB",
         minimum=0.01,
         help="size at which a process's log file is rotated; one older file is kept",
     )
-    quiet: bool = option(
-        False, "--quiet", help="show only messages of dynamo serve, not the output of the services"
+    quiet: bool = flag(
+        False, help="show only messages of dynamo serve, not the output of the services"
     )
-    jsonl: bool = option(
-        False, env="DYN_LOGGING_JSONL", help="one JSON object per line instead of prefixed text"
+    jsonl: bool = variable(
+        False, "DYN_LOGGING_JSONL", help="one JSON object per line instead of prefixed text"
     )
-    deployment_config: str | None = option(
-        None, env="DYN_DEPLOYMENT_CONFIG", help="YAML text that is used instead of the graph file"
+    deployment_config: str | None = variable(
+        None, help="YAML text that is used instead of the graph file"
     )
     deployment_source: str = "DYN_DEPLOYMENT_CONFIG"
     """Where ``deployment_config`` comes from, for errors: ``dynamo run`` makes one."""
@@ -88,8 +82,8 @@ class ServeSettings:
 class ReloadSettings:
     """reload: the changed graph and its deployment"""
 
-    graph: str = option("", "graph", help="YAML file; default: that of the start or last reload")
-    namespace: str | None = option(
-        None, "--namespace", help="namespace of the deployment; default: the one in the graph"
+    graph: str = argument("", help="YAML file; default: that of the start or last reload")
+    namespace: str | None = flag(
+        None, help="namespace of the deployment; default: the one in the graph"
     )
-    dry_run: bool = option(False, "--dry-run", help="show what would change and exit")
+    dry_run: bool = flag(False, help="show what would change and exit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import option
+from dynamo.config.option import variable
 from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
 from dynamo.errors import ConfigError
 
@@ -22,14 +22,15 @@ _MODULE_MARKS = "_.:["
 class TracingSettings:
     """tracing: OpenTelemetry spans"""
 
-    enabled: bool = option(
+    enabled: bool = variable(
         False,
-        env="OTEL_EXPORT_ENABLED",
+        "OTEL_EXPORT_ENABLED",
         help="export a span for each request over OTLP; needs dynamo-appliance[otel]",
     )
-    protocol: str = option(
+    protocol: str = variable(
         "http/protobuf",
-        env=("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
         choices=("http/protobuf",),
         help="protocol of the collector; most take it on port 4318",
     )
@@ -39,20 +40,20 @@ class TracingSettings:
 class HealthCheckSettings:
     """health checks: small requests that a worker sends to its own idle endpoints"""
 
-    enabled: bool = option(
+    enabled: bool = variable(
         False,
-        env="DYN_HEALTH_CHECK_ENABLED",
+        "DYN_HEALTH_CHECK_ENABLED",
         help="send a health check to each endpoint that has a payload and is idle",
     )
-    canary_wait_s: float = option(
+    canary_wait_s: float = variable(
         10.0,
-        env="DYN_CANARY_WAIT_TIME",
+        "DYN_CANARY_WAIT_TIME",
         minimum=0.01,
         help="seconds without a response item after which an endpoint gets a health check",
     )
-    request_timeout_s: float = option(
+    request_timeout_s: float = variable(
         3.0,
-        env="DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
+        "DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
         minimum=0.01,
         help="seconds the first response item of a health check may take",
     )
@@ -62,59 +63,56 @@ class HealthCheckSettings:
 class SystemSettings:
     """system: status server and graceful shutdown"""
 
-    port: int = option(
+    port: int = variable(
         -1,
-        env="DYN_SYSTEM_PORT",
+        "DYN_SYSTEM_PORT",
         minimum=-1,
         maximum=65535,
         help="port of /health, /live and /metrics; -1: off, 0: the system chooses",
     )
-    host: str = option(
+    host: str = variable(
         "127.0.0.1",
-        env="DYN_SYSTEM_HOST",
+        "DYN_SYSTEM_HOST",
         help="address the status server listens on; 0.0.0.0 opens it to the network",
     )
-    api_key_file: str | None = option(
+    api_key_file: str | None = variable(
         None,
-        env="DYN_API_KEY_FILE",
         help="file with the digests of API keys; the engine's routes (POST /engine/...) need an "
         "operator's key. Default: they can be called from this machine only",
     )
-    health_path: str = option("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
-    live_path: str = option("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
-    starting_health_status: str = option(
+    health_path: str = variable("/health", "DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
+    live_path: str = variable("/live", "DYN_SYSTEM_LIVE_PATH", help="path of liveness")
+    starting_health_status: str = variable(
         "notready",
-        env="DYN_SYSTEM_STARTING_HEALTH_STATUS",
+        "DYN_SYSTEM_STARTING_HEALTH_STATUS",
         choices=("ready", "notready"),
         help="readiness as long as nothing is served",
     )
-    use_endpoint_health_status: str = option(
+    use_endpoint_health_status: str = variable(
         "",
-        env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
+        "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
         help="JSON list (or comma separated names) of the endpoints that must be ready",
     )
-    grace_period_s: float = option(
+    grace_period_s: float = variable(
         0.25,
-        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
         minimum=0,
         help="seconds between deregistering and rejecting requests",
     )
-    shutdown_timeout_s: float = option(
+    shutdown_timeout_s: float = variable(
         900.0,
-        env="DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+        "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         minimum=0,
         help="seconds that requests in flight may take to finish at shutdown",
     )
-    inhibited_duration_s: float = option(
+    inhibited_duration_s: float = variable(
         5.0,
-        env="DYN_RUNTIME_INHIBITED_DURATION_SECS",
+        "DYN_RUNTIME_INHIBITED_DURATION_SECS",
         minimum=0,
         help="seconds an instance is avoided after a failed connection",
     )
-    namespace_worker_suffix: str | None = option(
-        None,
-        env="DYN_NAMESPACE_WORKER_SUFFIX",
-        help="appended to the namespace of workers, after a hyphen",
+    namespace_worker_suffix: str | None = variable(
+        None, help="appended to the namespace of workers, after a hyphen"
     )
 
     def __post_init__(self) -> None:
@@ -127,10 +125,10 @@ class SystemSettings:
 class LogSettings:
     """logs"""
 
-    level: str = option(
-        "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
+    level: str = variable(
+        "info", "DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
     )
-    jsonl: bool = option(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")
+    jsonl: bool = variable(False, "DYN_LOGGING_JSONL", help="write logs as JSON lines")
 
     def __post_init__(self) -> None:
         for part in self.level.split(","):

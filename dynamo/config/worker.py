@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import option
+from dynamo.config.option import flag, option, variable
 from dynamo.errors import ConfigError, name_problem
 
 TOOL_CALL_PARSERS = (
@@ -93,7 +93,7 @@ REASONING_ALIASES = {
 class EndpointSettings:
     """endpoint: model, address, admission"""
 
-    model_path: str | None = option(
+    model_path: str | None = flag(
         None,
         "--model-path",
         "--model",
@@ -101,7 +101,7 @@ class EndpointSettings:
         help="directory with tokenizer.json, tokenizer_config.json and config.json, or id of a "
         "model on Hugging Face such as Qwen/Qwen3-0.6B",
     )
-    model_name: str | None = option(
+    model_name: str | None = flag(
         None,
         "--model-name",
         "--served-model-name",
@@ -109,21 +109,17 @@ class EndpointSettings:
     )
     endpoint: str | None = option(
         None,
-        "--endpoint",
-        env="DYN_ENDPOINT",
         metavar="NS.COMPONENT.ENDPOINT",
         help="where to serve; default: <namespace>.backend.generate",
     )
     engine_request_limit: int | None = option(
         None,
-        "--engine-request-limit",
-        env="DYN_ENGINE_REQUEST_LIMIT",
         minimum=1,
         help="requests in the engine at once; more wait in a bounded queue or are rejected",
     )
-    request_queue_limit: int = option(
+    request_queue_limit: int = variable(
         16,
-        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
+        "DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
         minimum=2,
         help="requests that may wait when --engine-request-limit is reached",
     )
@@ -141,15 +137,10 @@ class WorkerSettings(EndpointSettings):
         "chat,completions",
         "--endpoint-types",
         "--dyn-endpoint-types",
-        env="DYN_ENDPOINT_TYPES",
         help="APIs that the model serves: chat, completions or both, comma separated",
     )
     custom_jinja_template: str | None = option(
-        None,
-        "--custom-jinja-template",
-        env="DYN_CUSTOM_JINJA_TEMPLATE",
-        metavar="FILE",
-        help="chat template instead of the model's own",
+        None, metavar="FILE", help="chat template instead of the model's own"
     )
     tool_call_parser: str | None = option(
         None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.config.option import from_env
-from dynamo.config.parser import Option
+from dynamo.config.parser import option_of
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
@@ -125,7 +125,7 @@ def stagger_delay_s(settings: MockerSettings) -> float:
 def _setting_names() -> dict[str, str]:
     names = {}
     for field in dataclasses.fields(MockerSettings):
-        spec: Option = field.metadata["option"]
+        spec = option_of(field)
         for name in (field.name, *(flag.lstrip("-").replace("-", "_") for flag in spec.flags)):
             names[name] = field.name
     del names["extra_engine_args"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.config.option import fields_of
+from dynamo.config.parser import option_of
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
@@ -199,7 +200,7 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         flag.removeprefix("--")
         for group in (PlannerSettings, RuntimeSettings)
         for field in fields_of(group)
-        for flag in field.metadata["option"].flags
+        for flag in option_of(field).flags
     } - {"config"}
     options: dict[str, Any] = {}
     unknown = []
@@ -245,7 +246,7 @@ def _value(key: str, value: Any, where: str) -> Any:
 
 def _own_modes() -> tuple[str, ...]:
     (field,) = (field for field in fields_of(PlannerSettings) if field.name == "mode")
-    choices: tuple[str, ...] = field.metadata["option"].choices
+    choices: tuple[str, ...] = option_of(field).choices
     return choices
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.config import environ
 from dynamo.config.check import check_options, did_you_mean
 from dynamo.config.option import fields_of
+from dynamo.config.parser import option_of
 from dynamo.config.programs import (
     ATTACH,
     EXTRAS,
@@ -65,7 +66,7 @@ def override_hint(graph: Graph, flag: str) -> str:
         service.name
         for service in graph.services
         for group in settings_groups(service.program)
-        if any(flag in field.metadata["option"].flags for field in fields_of(group))
+        if any(flag in option_of(field).flags for field in fields_of(group))
     ]
     name = flag.lstrip("-")
     return f"for a service: {' or '.join(f'--{one}.{name}=VALUE' for one in owners)}" * bool(owners)

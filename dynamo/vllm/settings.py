@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import option
+from dynamo.config.option import flag, option, variable
 from dynamo.config.worker import TOOL_CALL_ALIASES, TOOL_CALL_PARSERS
 
 
@@ -14,13 +14,12 @@ class VllmSettings:
 
     disaggregation_mode: str = option(
         "agg",
-        "--disaggregation-mode",
         env="DYN_VLLM_DISAGGREGATION_MODE",
         choices=("agg", "prefill", "decode"),
         aliases={"aggregated": "agg"},
         help="compute prompts and output, prompts alone, or output alone",
     )
-    serve_tool_call_parser: str | None = option(
+    serve_tool_call_parser: str | None = flag(
         None,
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
@@ -28,17 +27,14 @@ class VllmSettings:
         metavar="NAME",
         help="as in vllm serve: the same as --dyn-tool-call-parser",
     )
-    enable_auto_tool_choice: bool = option(
-        False,
-        "--enable-auto-tool-choice",
-        help="as in vllm serve; without effect: a tool-call parser is enough",
+    enable_auto_tool_choice: bool = flag(
+        False, help="as in vllm serve; without effect: a tool-call parser is enough"
     )
-    taints: tuple[str, ...] = option(
+    taints: tuple[str, ...] = flag(
         (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
     )
-    lora_modules: tuple[str, ...] = option(
+    lora_modules: tuple[str, ...] = flag(
         (),
-        "--lora-modules",
         repeat=True,
         several=True,
         metavar="NAME=DIRECTORY",
@@ -46,13 +42,12 @@ class VllmSettings:
     )
     use_async_llm: bool = option(
         False,
-        "--use-async-llm",
         env="DYN_VLLM_USE_ASYNC_LLM",
         help="drive vLLM's AsyncLLM instead of its EngineCore; slower, fewer features",
     )
-    core_addresses: tuple[str, ...] = option(
+    core_addresses: tuple[str, ...] = variable(
         (),
-        env="DYN_VLLM_CORE_ADDRESSES",
+        "DYN_VLLM_CORE_ADDRESSES",
         repeat=True,
         help="ZMQ addresses 'INPUT OUTPUT' to bind for an EngineCore that another process runs",
     )

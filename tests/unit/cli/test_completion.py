@@ -24,6 +24,7 @@ from dynamo.cli.completion import subverbs, verb_groups
 from dynamo.cli.main import VERBS, main
 from dynamo.config.option import fields_of, load_known
 from dynamo.config.option import load as real_load
+from dynamo.config.parser import option_of
 
 BIN = Path(sys.executable).parent
 DOCUMENT = ROOT / "statefiles/two-workers.json"
@@ -89,14 +90,14 @@ def test_the_table_of_options_is_true(
     importlib.import_module("dynamo_lab.cli.profile")
     groups = loaded(words, monkeypatch)
     assert verb_groups(*words) == tuple(groups), f"complete the table: {words}"
-    flags = {flag for g in groups for f in fields_of(g) for flag in f.metadata["option"].flags}
+    flags = {flag for g in groups for f in fields_of(g) for flag in option_of(f).flags}
     shown = complete(capsys, *words, "--")
     assert "--help" in shown and {f for f in flags if f.startswith("--")} <= {*shown, *_old(groups)}
 
 
 def _old(groups: list[Any]) -> set[str]:
     """Flags that are not offered: deprecated ones."""
-    options = [field.metadata["option"] for group in groups for field in fields_of(group)]
+    options = [option_of(field) for group in groups for field in fields_of(group)]
     return {flag for option in options if option.deprecated for flag in option.flags}
 
 

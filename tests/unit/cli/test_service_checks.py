@@ -17,6 +17,7 @@ import pytest
 from dynamo.cli import main as cli
 from dynamo.cli import run
 from dynamo.config.option import fields_of
+from dynamo.config.parser import option_of
 from dynamo.config.programs import EXTRAS, PROGRAMS, settings_groups
 from dynamo.config.system import TracingSettings
 from dynamo.errors import ConfigError
@@ -293,7 +294,7 @@ def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     shown = {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line.split("   ")[0])}
     groups = settings_groups(module)
     assert groups
-    options = [field.metadata["option"] for group in groups for field in fields_of(group)]
+    options = [option_of(field) for group in groups for field in fields_of(group)]
     known = {flag for option in options for flag in option.flags if flag.startswith("--")}
     assert known | {"--help", "--version"} <= shown
     own = shown - {"--help", "--version"}

@@ -11,7 +11,7 @@ from dynamo.config import load
 from dynamo.config.absent import ROUTER, AbsentFlag, sort_words
 from dynamo.config.check import check_options
 from dynamo.config.option import absent_of, fields_of
-from dynamo.config.parser import Option
+from dynamo.config.parser import Option, option_of
 from dynamo.config.programs import settings_groups
 from dynamo.config.router import RouterSettings
 from dynamo.planner.config_file import IDLE_KEYS, RENAMED_KEYS
@@ -35,7 +35,7 @@ def options(program: str) -> dict[str, Option]:
     found = {}
     for group in settings_groups(program):
         for field in fields_of(group):
-            spec: Option = field.metadata["option"]
+            spec = option_of(field)
             found.update(dict.fromkeys(spec.flags, spec))
     return found
 

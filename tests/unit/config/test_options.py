@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from dynamo.config import environ, from_env, load, preset, to_env
-from dynamo.config.option import option
+from dynamo.config.option import option, variable
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.errors import ConfigError
@@ -18,24 +18,15 @@ class Settings:
     """sample: one option of every kind"""  # noqa: D400, D415 - a heading of --help
 
     mode: str = option(
-        "kv",
-        "--mode",
-        env="DYN_MODE",
-        choices=("kv", "round-robin"),
-        aliases={"round_robin": "round-robin"},
-        help="how",
+        "kv", choices=("kv", "round-robin"), aliases={"round_robin": "round-robin"}, help="how"
     )
-    share: float = option(0.5, "--share", env="DYN_SHARE", minimum=0, maximum=1, help="0..1")
+    share: float = option(0.5, minimum=0, maximum=1, help="0..1")
     count: int | None = option(
         None, "--count", "-c", env=("DYN_COUNT", "DYN_OLD_COUNT"), minimum=1, help="how many"
     )
-    events: bool = option(
-        True, "--events", env="DYN_EVENTS", heading="second part", help="100% of events"
-    )
+    events: bool = option(True, heading="second part", help="100% of events")
     tags: tuple[str, ...] = option((), "--tag", env="DYN_TAGS", repeat=True, help="tags")
-    hidden: float = option(
-        1.0, env="DYN_HIDDEN", minimum=0, exclusive_minimum=True, help="variable only"
-    )
+    hidden: float = variable(1.0, minimum=0, exclusive_minimum=True, help="variable only")
 
 
 def read(*argv: str, **env: str) -> Settings:

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.config import deprecations, load
 from dynamo.config.frontend import FrontendSettings
+from dynamo.config.parser import option_of
 from dynamo.config.router import RouterProcessSettings, RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 
@@ -95,7 +96,7 @@ def field(flag: str) -> tuple[int, str]:
     """Return the group and the field that ``flag`` sets."""
     for number, group in enumerate(GROUPS):
         for one in dataclasses.fields(group):
-            if "option" in one.metadata and flag in one.metadata["option"].flags:
+            if "option" in one.metadata and flag in option_of(one).flags:
                 return number, one.name
     raise AssertionError(f"no option {flag}")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dynamo.config.option import fields_of, load
+from dynamo.config.parser import option_of
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import (
@@ -184,7 +185,7 @@ def test_a_default_that_is_given_changes_nothing_in_any_mode() -> None:
         words = ["--mode", mode]
         plain = resolved(*words)
         for field in fields_of(PlannerSettings):
-            spec = field.metadata["option"]
+            spec = option_of(field)
             shown = field.default not in (None, "") and spec.shows_default
             if shown and not isinstance(field.default, bool) and field.name != "mode":
                 assert resolved(*words, f"{spec.flags[0]}={field.default}") == plain, field.name

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.parser import Option, range_text
+from dynamo.config.parser import Option, option_of, range_text
 from dynamo.config.router import RouterProcessSettings, RouterSettings
 
 PAGE = Path(__file__).parents[3] / "docs/routing/settings.md"
@@ -23,7 +23,7 @@ def tables() -> Iterator[tuple[str, str]]:
     for group in (RouterSettings, RouterProcessSettings):
         heading, lines = str(group.__doc__), ""
         for field in _options(group):
-            spec: Option = field.metadata["option"]
+            spec = option_of(field)
             if spec.heading:
                 if lines:
                     yield heading, TITLE + lines
