@@ -72,6 +72,7 @@ class ModelNames:
         if not self._renamed:
             return body
         try:
+            # Raw values: all but the name keep their text, such as the digits of a number.
             fields = _FIELDS.decode(body)
             name = _NAME.decode(fields["model"])
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):

@@ -36,7 +36,7 @@ class PooledConnection(HttpClient):
         on_free: Callable[[PooledConnection], None],
         on_lost: Callable[[PooledConnection], None],
     ) -> None:
-        # The body goes on to the client part by part: nothing of it is collected, so 0 bytes.
+        # The body is forwarded part by part: nothing of it is collected, so 0 bytes.
         super().__init__(0)
         self._on_free = on_free
         self._on_lost = on_lost

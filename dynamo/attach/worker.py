@@ -168,6 +168,7 @@ class ServerMonitor:
         states: list[KvMetrics] = []
         if profile.load_path is not None and self._reports_load:
             status, page = await self._probe.get(profile.load_path)
+            # A server without the page stays without it: it is asked again after an outage only.
             self._reports_load = status == 200
             if self._reports_load:
                 states = self._parse(page)

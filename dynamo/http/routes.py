@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.~-]*"
 _ROUTE = re.compile(rf"(GET|POST|DELETE) /v1(?:/(?:{_NAME}|\{{\w+\}}))+", re.ASCII)
 _PARAMETER = re.compile(r"\\\{\w+\\\}")
+# Not "." or "..": a server behind this one would read another path.
 _VALUE = r"((?!\.{1,2}(?:/|$))[A-Za-z0-9_.~:@-]{1,256})"
 _TYPE = "multipart/form-data"
 _BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)

@@ -338,12 +338,13 @@ class _ClientShares:
         """Count a connection, in the place of a waiting one where necessary; False: no place."""
         client = _client_of(connection.peer)
         own = self._clients.get(client, {})
-        crowd = None
+        candidates = None
         if len(own) >= limit - limit // _OTHERS_SHARE:
-            crowd = own
+            candidates = own
         elif len(self._client_of) >= limit:
-            crowd = max(self._clients.values(), key=len)
-        if crowd is not None and not self._close_waiting(crowd, self._is_new):
+            # At the limit the client with the most connections gives one up.
+            candidates = max(self._clients.values(), key=len)
+        if candidates is not None and not self._close_waiting(candidates, self._is_new):
             return False
         self._client_of[connection] = client
         self._clients.setdefault(client, {})[connection] = None
@@ -376,16 +377,16 @@ class _ClientShares:
         assert {*counted, *self._reserved} <= set(connections)
 
     def _close_waiting(
-        self, crowd: dict[HttpConnection, None], spares: Callable[[HttpConnection], bool]
+        self, candidates: dict[HttpConnection, None], spares: Callable[[HttpConnection], bool]
     ) -> bool:
-        """Close the waiting connection with the next deadline among the first of ``crowd``."""
-        examined = list(itertools.islice(crowd, _EXAMINED))
+        """Close the waiting connection with the next deadline among the first of ``candidates``."""
+        examined = list(itertools.islice(candidates, _EXAMINED))
         waiting = [
             connection for connection in examined if connection.waiting and not spares(connection)
         ]
         if not waiting:
             for connection in examined:  # the next call examines others
-                crowd[connection] = crowd.pop(connection)
+                candidates[connection] = candidates.pop(connection)
             return False
         chosen = min(waiting, key=lambda connection: connection.deadline)
         self.remove(chosen)

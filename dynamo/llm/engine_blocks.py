@@ -274,7 +274,7 @@ class EngineBlocks:
         return event._replace(block_hashes=blocks)
 
     def _resizes(self, group: int | None, parts: int) -> bool:
-        """Note the size of a group's blocks. Return whether earlier ids of parts are void."""
+        """Note the size of a group's blocks. Return whether earlier ids of parts are invalid."""
         before = self._parts.get(group)
         if before is not None and parts <= before:
             return False

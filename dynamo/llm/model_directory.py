@@ -85,6 +85,7 @@ class ModelDirectory:
     @property
     def name(self) -> str:
         """The name a model has when none is given: its id on Hugging Face, or the directory's."""
+        # In the cache of Hugging Face a model is models--ORG--NAME/snapshots/COMMIT.
         repository = self.path.parent.parent.name
         if self.path.parent.name == "snapshots" and repository.startswith("models--"):
             return repository.removeprefix("models--").replace("--", "/", 1)

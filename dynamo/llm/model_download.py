@@ -262,6 +262,7 @@ class HubModel:
             path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
         except LocalEntryNotFoundError as absent:
             raise absent from unreachable or absent.__cause__
+        # Without safetensors the pickled weights count, which the first look has ignored.
         if not any(path.glob(f"*{_SAFETENSORS}")):
             path = self._snapshot(None, _OTHER_FORMATS, True)
         return path

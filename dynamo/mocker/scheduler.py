@@ -151,6 +151,7 @@ class Scheduler:
     def commit(self, batch: Batch) -> None:
         """Emit one token for each sequence of ``batch`` that is still running."""
         for sequence in batch.producing:
+            # It may have been aborted during the iteration.
             if not sequence.running:
                 continue
             token_id = next(sequence.ids)
@@ -175,6 +176,7 @@ class Scheduler:
         missing = len(sequence.blocks.tokens) - sequence.computed
         count = min(missing, budget) if self.limits.chunked_prefill or missing == 1 else missing
         while not self.pool.grow(sequence.blocks, sequence.computed + count):
+            # The sequence may be its own victim: then it waits for blocks.
             if self._preempt(batch) is sequence:
                 return 0
         self._mark_computed(sequence, count, missing, batch)

@@ -219,7 +219,7 @@ def _rows(done: Any, alternatives: int) -> tuple[Any, Any]:
     """Return arrays of ids and log probabilities, the sampled token first in each row."""
     ids, values = [], []
     for token_id, entries in zip(done.token_ids, done.logprobs or (), strict=False):
-        # vLLM adds the sampled token to the alternatives: cut to as many as were asked for.
+        # vLLM adds the sampled token to the alternatives: cut to as many as were requested.
         top = sorted(entries.items(), key=lambda item: item[1].rank)[:alternatives]
         ids.append([token_id, *(top_id for top_id, _ in top)])
         values.append([entries[token_id].logprob, *(entry.logprob for _, entry in top)])

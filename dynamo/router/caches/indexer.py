@@ -232,7 +232,7 @@ class Indexer:
             if not self._made_progress(stream, recovery, answer, before):
                 return
         yield from self._apply_held(stream, recovery)
-        # Otherwise a gap among the held events has started another recovery, which goes on.
+        # Otherwise a gap among the held events has started another recovery, which continues.
         if self.is_pending(recovery):
             stream.pending = None
             self._note_doubt(stream)

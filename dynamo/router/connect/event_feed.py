@@ -108,6 +108,7 @@ class RecoveryClient:
     async def _on_answer(self, recovery: Recovery, answer: _Answer) -> None:
         if answer.block_size in (None, self._block_size):
             await self._apply(recovery, answer.header(), map(_decode_event, answer.events))
+        # Not pending: the worker has left, or a newer query has replaced this one.
         elif self._indexer.is_pending(recovery):
             self._on_foreign_blocks(recovery.worker_id, answer.block_size)
 

@@ -138,7 +138,7 @@ class Maintenance:
     def _age(self, predicted: PredictedCache) -> None:
         """Expire old predictions also without requests, a bounded step at a time."""
         more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
-        # A full step may have left some: it goes on soon, and lets requests run in between.
+        # A full step may have left some: continue soon, with requests in between.
         pause_s = 0.01 if more else 1.0
         loop = asyncio.get_running_loop()
         self._timers["age"] = loop.call_later(pause_s, self._age, predicted)

@@ -109,7 +109,7 @@ class ReplicaSync:
             self._subscription.close()
         for exported, read in self._gauges.items():
             if exported.function == read:  # not of a router that has taken its place
-                exported.function = None  # it would keep the picker, and all that it knows
+                exported.function = None  # it would keep the picker with all its tables
 
     def worker_added(self, worker_id: int) -> None:
         """Book the load of replicas on a worker that is new to the picker."""

@@ -1,4 +1,4 @@
-"""The one place where every mode asks for eligible slots: constraints, busy workers, sessions.
+"""Eligible slots for every mode: constraints, busy workers, sessions.
 
 Requests of one session go to the worker of its first request. A worker is busy when every rank of
 it is over a threshold of reported or booked load, or when it has just rejected a request.

@@ -40,7 +40,7 @@ class Reservation(msgspec.Struct, gc=False):
     """One running request. ``overlap_blocks`` of its prompt were cached when it was booked.
 
     ``handle`` is its key in the compiled tables. ``remote``: another replica of the router sent it.
-    ``expected_ttft_s``: what the cost in seconds expects; 0 if it was not asked.
+    ``expected_ttft_s``: what the cost in seconds predicts; 0 without such a cost.
     """
 
     slot: int

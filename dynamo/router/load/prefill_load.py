@@ -44,7 +44,7 @@ class PrefillLoad:
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
         """Remove a computed prompt, and learn from it. Ignores unknown requests."""
-        # A prior knows no GPU: take each prompt as a sample. Later an interval is cut after eight.
+        # A prior is not of this GPU: each prompt is a sample. Later an interval ends after eight.
         hurries = self._model.hurries
         limit = 1 if hurries else _INTERVAL_PREFILLS
         interval = self._queues.first_token(slot, request_id, now_s, not hurries, limit)

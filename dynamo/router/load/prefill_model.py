@@ -127,7 +127,7 @@ class PrefillFit:
 
     @property
     def hurries(self) -> bool:
-        """Whether the first measurements are wanted, however rough: the prior knows no GPU."""
+        """Whether even rough measurements improve the model: its prior is not of this GPU."""
         return self._prior is not None and self.terms is None
 
     def observe(self, interval: BusyInterval, now_s: float) -> None:

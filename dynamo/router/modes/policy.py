@@ -73,7 +73,7 @@ class Guard(Generic[P]):
     """Calls ``policy`` while it behaves. ``clock`` gives seconds."""
 
     INSTEAD: ClassVar[str]
-    """What goes on without the policy."""
+    """What replaces the policy."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Guard(Generic[P]):
         }
 
     def call(self, policy: Callable[[], T]) -> T | None:
-        """Return what ``policy`` returns, or None if it cannot be asked any more."""
+        """Return what ``policy`` returns, or None if it has failed."""
         begun_s = self._clock()
         try:
             answer = policy()
@@ -133,7 +133,7 @@ class GuardedPolicy(Guard[WorkerPolicy]):
     INSTEAD = "the built-in cost goes on"
 
     def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice | None:
-        """Return what the policy chooses, or None if it cannot be asked any more."""
+        """Return what the policy chooses, or None if it has failed."""
         return self.call(lambda: self._policy.choose(request, workers))
 
 

@@ -207,7 +207,7 @@ class Turns(Generic[E]):
             missing = max(0.0, uncached_tokens(head) - queue_class.credit)
             rounds = ceil(missing / queue_class.quantum)
             position = (number - self._current) % count
-            # The class that was served last goes on while it has credit, then it is the last.
+            # The class that was served last continues while it has credit, then it is the last.
             turns.append(
                 Turn(rounds, position if position or not rounds else count, queue_class, head)
             )

@@ -176,7 +176,7 @@ class RequestQueue:
             raise
 
     def check(self) -> None:
-        """Raise Overloaded, counted, if every request would be rejected now, whatever it asks for.
+        """Raise Overloaded, counted, if every request would be rejected now, with any constraints.
 
         O(1), so that a caller need not prepare such a request.
         """

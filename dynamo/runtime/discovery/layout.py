@@ -192,6 +192,7 @@ def read_file(path: Path) -> bytes | None:
         limit = LARGEST_VALUE_BYTES + _HEADER_MAX_BYTES
         if status.st_size > limit:
             raise BadRecord(f"its {status.st_size} bytes are more than {limit}")
+        # One call is enough: of a regular file it returns all up to the limit.
         return os.read(descriptor, limit)
     finally:
         os.close(descriptor)

@@ -72,7 +72,7 @@ class StatusServer:
         """Listen if the settings name a port. ConfigError: a taken address or a bad key file.
 
         A process of ``dynamo serve`` takes the next free port instead: the variable may be of the
-        shell, and all workers then have the same one. Without a free one it goes on without.
+        shell, and all workers then have the same one. Without a free one there is no status server.
         """
         settings = self._settings
         if settings.port < 0 or self._started:
@@ -161,7 +161,7 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         exchange.respond(error.status, _problem(error.message))
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # of users' code: the client gets it, and the worker goes on
+    except BaseException as error:  # of users' code: the client gets it, and the worker continues
         log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {text_of(error)}"))
         if is_interrupt(error):

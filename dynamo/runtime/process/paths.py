@@ -53,6 +53,7 @@ def hold(directory: Path) -> os.stat_result:
         try:
             descriptor = os.open(directory, _OPEN_FLAGS)
         except FileNotFoundError:
+            # Its last user has removed it between both calls.
             continue
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         # Another user may have removed and recreated it before we had the lock: try again then.
@@ -73,6 +74,7 @@ def release(directory: Path, record: Path) -> None:
     except OSError:
         return  # removed already, or not ours
     try:
+        # Fails while another user of the directory holds its shared lock.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not any(directory.iterdir()):
             record.unlink(missing_ok=True)
@@ -192,7 +194,7 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
 
     In the run directory if it fits, else in a private directory under ``XDG_RUNTIME_DIR`` or the
     temp directory, which the run directory's ``sockets.path`` then names, until every process that
-    asked has ended or called :func:`release_sockets`. Raises ConfigError if even that is too long.
+    called this has ended or called :func:`release_sockets`. ConfigError: even that is too long.
     """
     home = run_dir(settings)
     path = planned_socket_path(settings, name)

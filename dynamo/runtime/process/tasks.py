@@ -55,7 +55,7 @@ class Tasks:
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if this task is being cancelled, in a loop that goes on after errors.
+    """Raise CancelledError if this task is being cancelled, in a loop that continues after errors.
 
     A library may swallow the only CancelledError: gRPC does while it prepares a call, which then
     fails. Without this the loop would never end, nor would a wait for its end.

@@ -174,6 +174,7 @@ class Context:
         if loop is None or loop is running_loop():
             self._notify(kind)
         else:
+            # Another thread: children stop at once, the listeners belong to the loop.
             for callback in tuple(self._listeners or ()):
                 child = getattr(callback, "__self__", None)
                 if isinstance(child, Context):
@@ -183,6 +184,7 @@ class Context:
 
     def _notify(self, kind: CancelKind) -> None:
         level = _LEVEL[kind]
+        # A stop that another thread has scheduled may come after the kill: it is ignored then.
         if level <= self._notified:
             return
         self._notified = level
@@ -207,9 +209,11 @@ class Context:
             self._loop = self._loop or loop
         waiters = self._waiters
         waiters[waiter] = level
+        # A task that stops waiting takes its future out: else they pile up in a long request.
         waiter.add_done_callback(lambda done: waiters.pop(done, None))
         return waiter
 
     def _traceparent(self, field: int, digits: int) -> str | None:
+        # W3C Trace Context: version-trace-parent-flags. A later version may have more fields.
         parts = str(self.metadata.get("traceparent", "")).split("-")
         return parts[field] if len(parts) >= 4 and len(parts[field]) == digits else None

@@ -79,6 +79,7 @@ def _client(settings: RuntimeSettings) -> ssl.SSLContext | None:
     if settings.tcp_tls_ca_cert_path is not None:
         _trust(context, "--tcp-tls-ca-cert-path", settings.tcp_tls_ca_cert_path)
     if settings.tcp_tls_insecure:
+        # In this order: Python refuses CERT_NONE while host names are checked.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if settings.tcp_tls_client_cert_path is not None:
