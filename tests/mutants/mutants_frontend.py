@@ -49,8 +49,8 @@ FRONTEND = (
     ),
     Mutant(
         "pin-costs-no-migration-to-leave",
-        "dynamo.frontend.requests.engine_request",
-        "return isinstance(error, WorkerAtCapacity) or not self._pinned()",
+        "dynamo.frontend.requests.dispatch",
+        "return isinstance(error, WorkerAtCapacity) or not self._is_pinned(engine_request)",
         "return True",
         ("unit/frontend/test_migration.py::test_a_pin_to_the_failed_worker_is_dropped",),
     ),
@@ -87,15 +87,15 @@ FRONTEND = (
     Mutant(
         "tried-workers-are-never-asked-again",
         "dynamo.frontend.requests.dispatch",
-        "        engine_request.tried = frozenset()\n        loop = asyncio.get_running_loop()\n        engine_request.pending",
-        "        loop = asyncio.get_running_loop()\n        engine_request.pending",
+        "        engine_request.retry_all()\n        self._resends.add_later",
+        "        self._resends.add_later",
         (
             "unit/frontend/test_capacity.py::test_a_request_whose_other_workers_are_full_may_return_to_its_first",
         ),
     ),
     Mutant(
         "rank-0-of-the-decision-is-not-sent",
-        "dynamo.frontend.requests.dispatch",
+        "dynamo.frontend.requests.engine_request",
         "routing = msgspec.structs.replace(routing, dp_rank=decision.dp_rank)",
         "routing = msgspec.structs.replace(routing, dp_rank=decision.dp_rank or None)",
         ("unit/frontend/test_request.py::test_rank_0_is_sent",),

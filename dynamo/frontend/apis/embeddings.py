@@ -227,6 +227,6 @@ class EmbeddingRoutes:
         dispatch = loaded.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
-        dispatch.decode(one)
+        dispatch.send(one, prefill=False)
         if not request.closed:
             request.dispatched(len(ids))

@@ -121,8 +121,7 @@ class PrefillRouter:
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
-        engine_request.pending = prefill
-        engine_request.request.metrics.routed("prefill")
+        engine_request.waits_for_prefill(prefill)
         self._sender.send_next()
         return True
 
@@ -216,9 +215,7 @@ class PrefillRouter:
             sent_s=prefill.sent_s,
             done_s=now_s,
         )
-        engine_request.request.prefilled(done)
-        engine_request.request.engine_stopped()
-        engine_request.preprocessed = after_prefill(engine_request.preprocessed, output)
+        engine_request.prefilled(done, after_prefill(engine_request.preprocessed, output))
         self._dispatch.decode_later(engine_request)
         self._sender.send_next()
 
@@ -227,7 +224,7 @@ class PrefillRouter:
         lost = _lost_worker(prefill, error)
         self.queue.finish(prefill)
         prefill.release()
-        prefill.engine_request.request.engine_stopped()
+        prefill.engine_request.prefill_stopped()
         prefill.output = None
         if lost is not None:
             self._sender.refuse(prefill, lost, by_worker=True)
@@ -265,7 +262,7 @@ class PrefillRouter:
             log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
             self._metrics.requeued()
             prefill.patient = False
-            prefill.engine_request.request.metrics.routed("prefill")
+            prefill.engine_request.waits_for_prefill(prefill)
             self.queue.requeue(prefill, prefill.pin)
 
     def _expire(self, worker_id: int) -> None:

@@ -209,7 +209,7 @@ class PrefillWorkers:
             attempt=Attempt(among, wanted=request.request.wants_route),
         )
         prefill.picker, prefill.decision = picker, decision
-        request.prefill_inputs = decision.inputs
+        request.prefill_chosen(decision.inputs)
         payload = encode(to_prefill(preprocessed, routing, decision))
         try:
             prefill.stream = client.open(decision.worker_id, payload, prefill, request.headers())
@@ -311,8 +311,7 @@ class PrefillSender:
         cached_tokens = decision.overlap_blocks * self.workers.block_size
         new_tokens = max(len(request.preprocessed.token_ids) - cached_tokens, 1)
         self.queue.start(prefill, decision.worker_id, new_tokens)
-        prefill.sent_s = request.request.engine_started()
-        request.request.metrics.prefilling()
+        prefill.sent_s = request.prefill_started()
         self._metrics.sent(prefill.sent_s - prefill.arrived_s)
         return True
 

@@ -51,15 +51,26 @@ class ResendQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, engine_request: EngineRequest) -> None:
-        """Send the request now or later; until then it is pending."""
-        # A turn that is due means that others went before in this turn of the loop.
+    def add(self, engine_request: EngineRequest, at_once: bool = True) -> None:
+        """Send the request now, if ``at_once`` and none was sent before in this turn of the loop,
+        or in a later turn."""
+        at_once = at_once and self._turn is None
         if self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._drain)
+        if at_once:
             self._send(engine_request)
         else:
             self._waiting[engine_request] = None
-            engine_request.pending = WaitingResend(self._waiting, engine_request)
+            engine_request.waits(WaitingResend(self._waiting, engine_request))
+
+    def add_later(self, engine_request: EngineRequest, delay_s: float) -> None:
+        """Send the request after ``delay_s``."""
+        loop = asyncio.get_running_loop()
+        engine_request.waits(loop.call_later(delay_s, self._continue, engine_request))
+
+    def _continue(self, engine_request: EngineRequest) -> None:
+        engine_request.continues()
+        self._send(engine_request)
 
     def _drain(self) -> None:
         self._turn = None
@@ -67,8 +78,7 @@ class ResendQueue:
         while self._waiting:
             engine_request = next(iter(self._waiting))
             del self._waiting[engine_request]
-            engine_request.pending = None
-            self._send(engine_request)
+            self._continue(engine_request)
             if time.perf_counter() > end_s:
                 break
         if self._waiting:
@@ -114,7 +124,7 @@ class TrialQueue:
         """Send the request when a worker has none on trial; until then it is pending."""
         self._running.pop(engine_request, None)
         self._waiting[engine_request] = None
-        engine_request.pending = WaitingResend(self._waiting, engine_request)
+        engine_request.waits(WaitingResend(self._waiting, engine_request))
         # Never cancelled: _overdue looks whether the request still waits.
         loop = asyncio.get_running_loop()
         loop.call_later(TRIAL_WAIT_S, self._overdue, engine_request)
@@ -145,7 +155,7 @@ class TrialQueue:
     def _start(self, engine_request: EngineRequest, send: Callable[[EngineRequest], None]) -> None:
         del self._waiting[engine_request]
         self._running[engine_request] = None
-        engine_request.pending = None
+        engine_request.continues()
         send(engine_request)
 
     def _overdue(self, engine_request: EngineRequest) -> None:
@@ -432,26 +442,22 @@ class HeldDispatch:
     def wait(self) -> None:
         """Wait in the queue. Raises Unavailable if it is full."""
         self._queue.add(self)
-        self._engine_request.pending = self
-        self._engine_request.request.metrics.waits_for_worker()
+        self._engine_request.lost_all_workers(self)
 
     def cancel(self) -> None:
         """Leave the queue: the request has ended. Idempotent."""
         self._queue.remove(self)
-        self._waited()
+        self._engine_request.waited_for_worker(self._since_s)
 
     def resume(self) -> None:
         """Send the request to the new worker."""
-        self._waited()
-        self._engine_request.pending = None
-        self._engine_request.request.metrics.has_worker()
-        self._engine_request.tried = frozenset()
+        self._engine_request.waited_for_worker(self._since_s)
+        self._engine_request.has_worker()
         self._send(self._engine_request)
 
     def fail(self, error: DynamoError) -> None:
         """End the request with ``error``."""
-        self._waited()
-        self._engine_request.pending = None
+        self._engine_request.waited_for_worker(self._since_s)
         self._engine_request.request.fail(error)
 
     def comment(self, text: bytes) -> None:
@@ -461,12 +467,6 @@ class HeldDispatch:
     def show_progress(self) -> bool:
         """Send none: its answer may have begun."""
         return False
-
-    def _waited(self) -> None:
-        now_s = time.monotonic()
-        self._engine_request.request.metrics.waited_for_worker(self._since_s, now_s)
-        if self._engine_request.tokens:
-            self._engine_request.last_token_s = now_s  # the wait is no gap between tokens
 
 
 def _asks_for_stream(body: bytes) -> bool:

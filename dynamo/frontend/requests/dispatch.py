@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from dynamo.errors import (
     DynamoError,
     InstanceGone,
@@ -19,6 +17,7 @@ from dynamo.errors import (
     Overloaded,
     Unavailable,
     WorkerAtCapacity,
+    WorkersLost,
 )
 from dynamo.frontend.requests.cold_start import ResendQueue, TrialQueue
 from dynamo.frontend.requests.engine_request import EngineRequest
@@ -27,6 +26,7 @@ from dynamo.observability.logs import counted
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.decision.decision import Attempt, Decision
+from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.modes.picker import Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.router.worker_pool import Saturation
@@ -89,9 +89,9 @@ class Dispatch:
         self.prefill: PrefillStep | None = None
         self.migrations = migrations or Migrations()
         self._hold = hold
-        self._resends = ResendQueue(self._resend)
+        self._resends = ResendQueue(self.resend)
         # A trial that waited too long goes through the other queue: many may end in one turn.
-        self._trials = TrialQueue(self._resend, self._has_trial_room, self._resends.add)
+        self._trials = TrialQueue(self.resend, self._has_trial_room, self._resends.add)
         self.tracks_output = picker.tracks_output
 
     def check(self) -> None:
@@ -119,27 +119,57 @@ class Dispatch:
         if self.queue is not None:
             self.queue.report_to(saturation)
 
-    def send(self, engine_request: EngineRequest) -> None:
-        """Send it, through a prefill worker first where that applies.
+    def send(self, engine_request: EngineRequest, prefill: bool = True) -> None:
+        """Send an open engine request for the first time: to a worker, or to wait for one.
 
-        Raises what :meth:`decode` and :meth:`PrefillStep.take` raise; its request releases it then.
-        """
-        if self.prefill is None or not self.prefill.take(engine_request):
-            self.decode(engine_request)
-
-    def decode(self, engine_request: EngineRequest) -> None:
-        """Send an open engine request to a decode worker, at once or when one is free.
-
-        Raises what :meth:`Picker.pick` raises, and RouterQueueLimitExceeded; a later failure ends
-        the request.
+        With ``prefill`` through a prefill worker, where that applies. Raises what
+        :meth:`Picker.pick` and :meth:`PrefillStep.take` raise, and RouterQueueLimitExceeded; its
+        request releases it then. A later failure ends the request.
         """
         try:
-            self._decode(engine_request)
+            self._attempt(engine_request, prefill)
+        except InstanceGone as error:
+            self._reroute(engine_request, error)
         except NoInstances as error:
             if not self._held(engine_request, error):
                 raise
 
-    def _decode(self, engine_request: EngineRequest) -> None:
+    def resend(
+        self, engine_request: EngineRequest, prefill: bool = True, anywhere: bool = True
+    ) -> None:
+        """Send it again after a worker failed: one attempt after another, until a worker has it or
+        it waits for one. An error ends the request.
+
+        ``anywhere``: if no other worker may take it, also to one that failed, which may have lost
+        its connection only.
+        """
+        try:
+            while True:
+                try:
+                    self._attempt(engine_request, prefill)
+                    return
+                except InstanceGone as error:
+                    self._refused(engine_request, error)
+                    prefill = anywhere = False
+                except DynamoError as error:
+                    if self._held(engine_request, error):
+                        return
+                    excluded = isinstance(error, InvalidArgument | NoInstances)
+                    if not (anywhere and excluded and engine_request.tried):
+                        self._fail(engine_request, error)
+                        return
+                    engine_request.retry_all()
+                    engine_request.drop_prefill_pin()
+        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            engine_request.request.crashed(unexpected)
+
+    def _attempt(self, engine_request: EngineRequest, prefill: bool) -> None:
+        """Have its prompt computed, queue it, or choose a worker and open the stream.
+
+        Raises InstanceGone if the worker has just left, else as :meth:`send`.
+        """
+        if prefill and self.prefill is not None and self.prefill.take(engine_request):
+            return
         preprocessed, queue = engine_request.preprocessed, self.queue
         request = engine_request.request
         attempt = None
@@ -160,9 +190,9 @@ class Dispatch:
                 override=preprocessed.router_config_override,
                 attempt=attempt,
             )
-            self._open(engine_request, decision, 0)
+            engine_request.open_stream(self.client, decision, 0)
             return
-        found = queue.submit(
+        outcome = queue.submit(
             engine_request.id,
             preprocessed.token_ids,
             routing=engine_request.routing,
@@ -171,53 +201,100 @@ class Dispatch:
             on_decision=partial(self._dequeued, queue, engine_request),
             on_error=partial(self._dismissed, engine_request),
         )
-        if isinstance(found, QueuedRequest):
-            engine_request.pending = found
+        if isinstance(outcome, QueuedRequest):
+            engine_request.waits(outcome)
         else:
-            self._open(engine_request, found, len(queue))
+            engine_request.open_stream(self.client, outcome, len(queue))
 
     def decode_later(self, engine_request: EngineRequest) -> None:
-        """:meth:`decode` from a callback: an error ends the request.
+        """Send it to a decode worker, from a callback of the prefill step: an error ends the
+        request.
 
         Does nothing for an engine request that has ended since.
         """
-        engine_request.pending = None
+        engine_request.continues()
         if not engine_request.open or engine_request.request.closed:
             return
         if engine_request.tried:  # it goes on elsewhere, and was prefilled again
-            self._again(engine_request, self._decode_anywhere)
-        else:
-            _run(engine_request, partial(self.decode, engine_request))
+            self.resend(engine_request, prefill=False)
+            return
+        try:
+            self.send(engine_request, prefill=False)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            engine_request.request.crashed(error)
 
-    def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
+    def worker_failed(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Go on elsewhere, complete the answer, or fail the request of a worker that failed."""
+        # The order is the policy of docs/migration.md: what costs nothing comes first, and a
+        # request that may have killed two workers ends before its limit is asked.
+        if self._is_free(engine_request, error):
+            self._reroute(engine_request, error)
+        elif not error.retryable or not engine_request.migration_limit:
+            engine_request.fail(error)
+        elif engine_request.is_complete():
+            engine_request.on_end()
+        elif (lost := self._lost(engine_request, error)) is not None:
+            engine_request.fail(lost)
+        elif not engine_request.can_migrate:
+            engine_request.fail(error)
+        elif engine_request.count_migration():
+            self._migrate(engine_request, error)
+        else:
+            engine_request.fail(engine_request.exhausted(error))
+
+    def _is_free(self, engine_request: EngineRequest, error: DynamoError) -> bool:
+        """Whether a choice of another worker costs no migration: this one has not seen the request.
+
+        The pin of a client is not left for free, and not at all because its worker is full.
+        """
+        if not error.unsent or engine_request.answering or engine_request.decision is None:
+            return False
+        return isinstance(error, WorkerAtCapacity) or not self._is_pinned(engine_request)
+
+    def _is_pinned(self, engine_request: EngineRequest) -> bool:
+        """Whether the client chose the worker, and a migration may drop that choice."""
+        routing = engine_request.routing
+        if routing is None or not self.migrations.limit:
+            return False
+        return pinned_worker(routing) is not None
+
+    def _lost(self, engine_request: EngineRequest, error: DynamoError) -> WorkersLost | None:
+        decision, pool = engine_request.decision, self.picker.worker_pool
+        if engine_request.answering:
+            return None
+        assert decision is not None, "only a request with a worker fails at one"
+        return engine_request.lost_worker(decision.worker_id, pool, error)
+
+    def _reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Choose again among the untried workers: the chosen one has not seen the request.
 
-        Each worker gets the request at most once, so a full fleet is asked once and no more.
+        Each worker gets the request at most once, so each full worker is asked once.
         """
-        worker_id = engine_request.leave_worker(error).worker_id
+        self._refused(engine_request, error)
+        self.resend(engine_request, prefill=False, anywhere=False)
+
+    def _refused(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        worker_id = engine_request.leave_worker(error)
         level = logging.INFO
         if isinstance(error, WorkerAtCapacity):
             level = logging.DEBUG  # expected under overload, and counted by the worker
             avoid_while_full(self.picker, worker_id)
         log.log(level, "%s: worker %x: %s; trying another", engine_request.id, worker_id, error)
-        engine_request.tried |= {worker_id}
-        self._again(engine_request, self.decode)
 
-    def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
+    def _migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Continue the request on another worker, with the tokens so far behind its prompt.
 
         The prompt goes through a prefill worker again: the blocks that one computed may be gone.
         """
-        worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
+        worker_id = engine_request.migrate(error)
         log.info(
             "%s: worker %x: %s; continuing on another after %s, migration %d",
             engine_request.id,
             worker_id,
             error,
-            counted(tokens, "token"),
+            counted(engine_request.tokens, "token"),
             engine_request.migrations,
         )
-        engine_request.resume(worker_id)
         if any(lost.worker_id == worker_id for lost in engine_request.lost):
             self._trials.add(engine_request)
         else:
@@ -236,50 +313,11 @@ class Dispatch:
             if worker_id not in engine_request.tried
         )
 
-    def _resend(self, engine_request: EngineRequest) -> None:
-        engine_request.pending = None
-        self._again(engine_request, self._send_anywhere)
-
-    def _send_anywhere(self, engine_request: EngineRequest) -> None:
-        self._anywhere(engine_request, self.send)
-
-    def _decode_anywhere(self, engine_request: EngineRequest) -> None:
-        self._anywhere(engine_request, self.decode)
-
-    def _anywhere(
-        self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]
-    ) -> None:
-        """Run ``step``, again with the worker that failed if no other may take the request: it may
-        have lost its connection only."""
-        try:
-            step(engine_request)
-        except (InvalidArgument, NoInstances):
-            if not engine_request.tried:
-                raise
-            engine_request.tried = frozenset()
-            routing = engine_request.routing
-            if routing is not None and routing.prefill_worker_id is not None:  # it may have left
-                engine_request.routing = msgspec.structs.replace(
-                    routing, prefill_worker_id=None, prefill_dp_rank=None
-                )
-            step(engine_request)
-
-    def _again(self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]) -> None:
-        """Run ``step``, after a worker failed; an error ends the request."""
-        try:
-            step(engine_request)
-        except DynamoError as error:
-            self._fail(engine_request, error)
-        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            engine_request.request.crashed(unexpected)
-
     def _fail(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """End the request: with the last worker's error if all were tried, else with ``error``.
 
         One that a worker had accepted waits while all others are full.
         """
-        if self._held(engine_request, error):
-            return
         last_error, migration = engine_request.last_error, engine_request.migration
         if last_error is None:
             engine_request.request.fail(error)
@@ -291,9 +329,8 @@ class Dispatch:
         if not waits or _waited_too_long(migration):
             engine_request.fail(error)
             return
-        engine_request.tried = frozenset()
-        loop = asyncio.get_running_loop()
-        engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
+        engine_request.retry_all()
+        self._resends.add_later(engine_request, _FULL_RETRY_S)
 
     def _held(self, engine_request: EngineRequest, error: DynamoError) -> bool:
         """Let the request wait for a worker if none answers and the model is started on demand."""
@@ -303,56 +340,33 @@ class Dispatch:
         if self.picker.worker_pool.has_answering() or engine_request.request.closed:
             return False
         try:
-            return self._hold(engine_request, self._restart)
+            return self._hold(engine_request, self.resend)
         except Unavailable as full:
             engine_request.request.fail(full)
             return True
 
-    def _restart(self, engine_request: EngineRequest) -> None:
-        self._again(engine_request, self.send)
-
     def _dismissed(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Handle a queued request that no worker can serve.
 
-        One that migrates may go back to the worker that failed, as in :meth:`_anywhere`.
+        One that migrates may go back to the worker that failed, as in :meth:`resend`.
         """
         migrates = engine_request.migrations and engine_request.tried
         if migrates and isinstance(error, InvalidArgument | NoInstances):
-            loop = asyncio.get_running_loop()  # not from inside the queue, which routes now
-            engine_request.pending = loop.call_soon(self._resends.add, engine_request)
-        else:
+            # Not from inside the queue, which routes now.
+            self._resends.add(engine_request, at_once=False)
+        elif not self._held(engine_request, error):
             self._fail(engine_request, error)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
     ) -> None:
-        _run(engine_request, partial(self._open, engine_request, decision, len(queue)))
-
-    def _open(self, engine_request: EngineRequest, decision: Decision, queued: int) -> None:
-        """Open the stream to the chosen worker, with ``queued`` requests left in the queue."""
-        chosen_s = time.monotonic()
-        engine_request.pending = None
-        engine_request.decision = decision
-        preprocessed, routing = engine_request.preprocessed, engine_request.routing
-        engine_request.inputs = decision.inputs
-        # The worker gets the decision in its request, rank 0 too: without one it chooses itself.
-        preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
-        if routing is None:
-            routing = Routing(dp_rank=decision.dp_rank)
-        else:
-            routing = msgspec.structs.replace(routing, dp_rank=decision.dp_rank)
-        preprocessed.routing = routing
         try:
-            engine_request.stream = self.client.open(
-                decision.worker_id,
-                engine_request.payload(),
-                engine_request,
-                engine_request.headers(),
-            )
-        except InstanceGone as error:
-            self.reroute(engine_request, error)
-            return
-        engine_request.request.sent(engine_request, decision, queued, chosen_s)
+            try:
+                engine_request.open_stream(self.client, decision, len(queue))
+            except InstanceGone as error:
+                self._reroute(engine_request, error)
+        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            engine_request.request.crashed(unexpected)
 
     def _untried(self, engine_request: EngineRequest) -> list[int]:
         routing = engine_request.routing
@@ -371,14 +385,6 @@ def avoid_while_full(picker: Picker, worker_id: int) -> None:
         # Other frontends may have filled it, and it may report no load: this ends in any case.
         loop = asyncio.get_running_loop()
         loop.call_later(_FULL_S, picker.eligibility.recovered, worker_id)
-
-
-def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
-    """Run ``step``; its error ends the request."""
-    try:
-        step()
-    except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-        engine_request.request.crashed(error)
 
 
 def _waited_too_long(migration: Migration | None) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from dynamo.errors import (
     DynamoError,
     MigrationExhausted,
     Overloaded,
-    WorkerAtCapacity,
     WorkersLost,
 )
 from dynamo.frontend.answer.choice import Choice
@@ -23,7 +24,9 @@ from dynamo.frontend.requests.migration import (
     MigrationOutcome,
     continued,
     without_pin,
+    without_prefill_pin,
 )
+from dynamo.frontend.requests.recent import Prefilled
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import (
     EngineOutput,
@@ -34,8 +37,8 @@ from dynamo.protocols.engine import (
 )
 from dynamo.router.decision.decision import Decision
 from dynamo.router.decision.receipt import DecisionInputs
-from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.worker_pool import WorkerPool
+from dynamo.runtime import Client
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID
 
@@ -48,7 +51,11 @@ _NO_LENGTH = -1
 
 
 class Pending(Protocol):
-    """A queue entry of an engine request that has no worker yet."""
+    """The entry of an engine request in the queue where it waits.
+
+    The five queues: of the router, of the prefill workers, for the first worker of its model, for a
+    turn alone on a worker, and to be sent again.
+    """
 
     def cancel(self) -> None:
         """Leave the queue; nothing is reserved or running afterwards. Idempotent."""
@@ -56,6 +63,8 @@ class Pending(Protocol):
 
 class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
+
+    It alone changes itself: its owner, its queues and the dispatch tell it what has happened.
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
@@ -71,12 +80,12 @@ class EngineRequest:
 
     __slots__ = (
         "_choice",
+        "_counted",
         "_dispatch",
         "_record_limit",
         "_reported",
         "_text_complete",
         "answering",
-        "counted",
         "decision",
         "first_token_s",
         "generated",
@@ -127,7 +136,7 @@ class EngineRequest:
         self.prefill_inputs: DecisionInputs | None = None
         self.stream: ClientStream | None = None
         self.open = True
-        self.counted = False  # in the request's metrics; a reroute does not count it twice
+        self._counted = False  # in the request's metrics; a reroute does not count it twice
         self.released = False
         self.answering = False
         self.migrations = 0
@@ -141,6 +150,91 @@ class EngineRequest:
         self.tokens = 0
         self._reported = 0
         self._text_complete = False
+
+    # -- called by the dispatch and the queues
+
+    def waits(self, pending: Pending) -> None:
+        """It is in a queue, as ``pending``."""
+        self.pending = pending
+
+    def continues(self) -> None:
+        """It has left its queue."""
+        self.pending = None
+
+    def open_stream(self, client: Client, decision: Decision, queued: int) -> None:
+        """Send it to the chosen worker; ``queued`` requests are left in the router's queue.
+
+        Raises InstanceGone; :meth:`leave_worker` frees the reservation then.
+        """
+        chosen_s = time.monotonic()
+        self.pending = None
+        self.decision, self.inputs = decision, decision.inputs
+        preprocessed, routing = self.preprocessed, self.routing
+        # The worker gets the decision in its request, rank 0 too: without one it chooses itself.
+        preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
+        if routing is None:
+            routing = Routing(dp_rank=decision.dp_rank)
+        else:
+            routing = msgspec.structs.replace(routing, dp_rank=decision.dp_rank)
+        preprocessed.routing = routing
+        self.stream = client.open(decision.worker_id, self.payload(), self, self.headers())
+        first, self._counted = not self._counted, True
+        self.request.sent(self, decision, queued, chosen_s, first)
+
+    def retry_all(self) -> None:
+        """Any worker may get it again, those that failed too."""
+        self.tried = frozenset()
+
+    def drop_prefill_pin(self) -> None:
+        """Let any prefill worker compute the prompt again: the chosen one may have left."""
+        self.routing = without_prefill_pin(self.routing)
+
+    def lost_all_workers(self, pending: Pending) -> None:
+        """It waits, as ``pending``, for the first worker of its model."""
+        self.pending = pending
+        self.request.metrics.waits_for_worker()
+
+    def waited_for_worker(self, since_s: float) -> None:
+        """It has waited since ``since_s``; the wait is no gap between tokens."""
+        now_s = time.monotonic()
+        self.pending = None
+        self.request.metrics.waited_for_worker(since_s, now_s)
+        if self.tokens:
+            self.last_token_s = now_s
+
+    def has_worker(self) -> None:
+        """A worker of its model answers again."""
+        self.request.metrics.has_worker()
+        self.retry_all()
+
+    # -- called by the prefill step
+
+    def waits_for_prefill(self, pending: Pending) -> None:
+        """Its prompt waits, as ``pending``, for a prefill worker."""
+        self.pending = pending
+        self.request.metrics.routed("prefill")
+
+    def prefill_chosen(self, inputs: DecisionInputs | None) -> None:
+        """A prefill worker was chosen by ``inputs``."""
+        self.prefill_inputs = inputs
+
+    def prefill_started(self) -> float:
+        """A prefill worker computes the prompt from now on (monotonic seconds, returned)."""
+        started_s = self.request.engine_started()
+        self.request.metrics.prefilling()
+        return started_s
+
+    def prefill_stopped(self) -> None:
+        """The prefill worker has failed."""
+        self.request.engine_stopped()
+
+    def prefilled(self, done: Prefilled, preprocessed: PreprocessedRequest) -> None:
+        """The prompt is computed; a decode worker gets ``preprocessed``."""
+        self.request.prefilled(done)
+        self.request.engine_stopped()
+        self.preprocessed = preprocessed
+
+    # -- the sink of the stream
 
     def payload(self) -> bytes:
         """The message for the worker."""
@@ -170,8 +264,8 @@ class EngineRequest:
         request.detokenize_s += time.monotonic() - now
         if output.token_ids:
             self._add_tokens(output.token_ids, now, len(output.token_ids))
-        else:
-            self._no_tokens(output)
+        elif output.text:  # without its tokens it cannot be continued
+            self.generated, self._record_limit = None, _NO_LENGTH
         if request.streaming:
             request.output_ready(len(payload))
         if not text_complete:
@@ -209,44 +303,13 @@ class EngineRequest:
             request.engine_request_done()
 
     def on_error(self, error: DynamoError) -> None:
-        """Go on with another worker if the error allows it, else fail the request.
-
-        A worker that has not seen the request costs no migration.
-        """
+        """Go on with another worker if the error allows it, else fail the request."""
         if not self.open or self.request.closed:
             return
         try:
-            self._worker_failed(error)
+            self._dispatch.worker_failed(self, error)
         except BaseException as unexpected:  # noqa: BLE001 - crashed() logs it
             self.request.crashed(unexpected)
-
-    def _worker_failed(self, error: DynamoError) -> None:
-        """Go on elsewhere, complete the answer, or fail; see :meth:`on_error`."""
-        # The order is the policy of docs/migration.md: what costs nothing comes first, and a
-        # request that may have killed two workers ends before its limit is asked.
-        if self._is_free(error):
-            self._dispatch.reroute(self, error)
-        elif not error.retryable or not self.migration_limit:
-            self.fail(error)
-        elif self._is_complete():
-            self.on_end()
-        elif (lost := self._lost(error)) is not None:
-            self.fail(lost)
-        elif not self.can_migrate:
-            self.fail(error)
-        elif self.count_migration():
-            self._dispatch.migrate(self, error)
-        else:
-            self.fail(self._exhausted(error))
-
-    def _is_free(self, error: DynamoError) -> bool:
-        """Whether a choice of another worker costs no migration: this one has not seen the request.
-
-        The pin of a client is not left for free, and not at all because its worker is full.
-        """
-        if not error.unsent or self.answering or self.decision is None:
-            return False
-        return isinstance(error, WorkerAtCapacity) or not self._pinned()
 
     def lost_worker(
         self, worker_id: int, pool: WorkerPool, error: DynamoError
@@ -295,13 +358,8 @@ class EngineRequest:
         self._dispatch.migrations.begun(received, time.monotonic())
         return True
 
-    def silent(self, error: DynamoError) -> None:
-        """End the stream of a worker that has sent nothing for too long."""
-        if self.stream is not None:
-            self.stream.give_up(error)
-
-    def leave_worker(self, error: DynamoError) -> Decision:
-        """Free the reservation at a worker that failed; return the decision for it."""
+    def leave_worker(self, error: DynamoError) -> int:
+        """Free the reservation at a worker that failed; return its id."""
         decision, self.decision = self.decision, None
         assert decision is not None, "only a request with a worker leaves it"
         if self.stream is not None:  # else it was never sent
@@ -316,31 +374,26 @@ class EngineRequest:
         self._reported = self.tokens
         begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())
         self.migration = self.migration or begun
-        return decision
+        self.tried |= {decision.worker_id}
+        return decision.worker_id
 
-    def resume(self, worker_id: int) -> None:
-        """Make the request for the worker after ``worker_id``: with the tokens so far."""
+    def migrate(self, error: DynamoError) -> int:
+        """Leave a worker that failed, and make the request for the next: with the tokens so far."""
+        worker_id = self.leave_worker(error)
         # The last worker had the tokens of those before it behind its prompt, and generated the
         # rest: so much less output is expected of the next one.
         before = len(self.preprocessed.token_ids) - len(self.original.token_ids)
         self.preprocessed = continued(self.original, self.generated, worker_id)
         self.routing = without_pin(self.routing, worker_id, self.tokens - before)
-        self.tried |= {worker_id}
         if self.tokens and isinstance(self._choice, Choice):
             self._choice.continued()
+        return worker_id
 
     def fail(self, error: DynamoError) -> None:
         """End the request with an error of the workers."""
         self.open = False
         self._migrated("failure")
         self.request.fail(error, by_worker=True)
-
-    def _lost(self, error: DynamoError) -> WorkersLost | None:
-        if self.answering:
-            return None
-        decision = self.decision
-        assert decision is not None, "only a request with a worker fails at one"
-        return self.lost_worker(decision.worker_id, self.picker.worker_pool, error)
 
     def _add_tokens(self, ids: list[int], now_s: float, first: int) -> None:
         """Count and keep the tokens ``ids``: ``first`` of one item, then items of one each."""
@@ -394,11 +447,6 @@ class EngineRequest:
         if self.migration is not None:
             self._migrated("cancelled")
 
-    def _no_tokens(self, output: EngineOutput) -> None:
-        """Accept an item without tokens; text without its tokens cannot be continued."""
-        if output.text:
-            self.generated, self._record_limit = None, _NO_LENGTH
-
     def _stop_early(self) -> None:
         """A stop string ended the text before the engine ended its output."""
         if self.stream is not None:
@@ -421,7 +469,7 @@ class EngineRequest:
         if self.migration is not None:
             self._migrated("success")
 
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing is left to generate, although the worker has not ended its output."""
         if self._text_complete:
             return True
@@ -433,13 +481,7 @@ class EngineRequest:
             self.request.output_ready(0)
         return self._text_complete
 
-    def _pinned(self) -> bool:
-        """Whether the client chose the worker, and a migration may drop that choice."""
-        if self.routing is None or not self._dispatch.migrations.limit:
-            return False
-        return pinned_worker(self.routing) is not None
-
-    def _exhausted(self, error: DynamoError) -> DynamoError:
+    def exhausted(self, error: DynamoError) -> DynamoError:
         """The error after the last migration; without any limit that of the worker."""
         limited = self._dispatch.migrations.limit
         return MigrationExhausted("Migration limit exhausted") if limited else error

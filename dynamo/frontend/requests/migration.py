@@ -197,3 +197,10 @@ def without_pin(routing: Routing | None, worker_id: int, generated: int) -> Rout
     if expected is None or not generated:
         return routing
     return msgspec.structs.replace(routing, expected_output_tokens=max(expected - generated, 1))
+
+
+def without_prefill_pin(routing: Routing | None) -> Routing | None:
+    """Return ``routing`` without the prefill worker that the client chose."""
+    if routing is None or routing.prefill_worker_id is None:
+        return routing
+    return msgspec.structs.replace(routing, prefill_worker_id=None, prefill_dp_rank=None)

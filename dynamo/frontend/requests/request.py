@@ -223,15 +223,19 @@ class ActiveRequest:
     # -- called by engine requests
 
     def sent(
-        self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
+        self,
+        engine_request: EngineRequest,
+        decision: Decision,
+        queued: int,
+        chosen_s: float,
+        first: bool,
     ) -> None:
-        """``engine_request`` went to its worker, chosen at ``chosen_s`` (monotonic seconds) with
-        ``queued`` others left in the router's queue."""
+        """``engine_request`` went to a worker, its ``first``, chosen at ``chosen_s`` (monotonic
+        seconds) with ``queued`` others left in the router's queue."""
         self._working += 1
         now_s = self.last_activity_s = time.monotonic()
         shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
-        if not engine_request.counted:
-            engine_request.counted = True
+        if first:
             shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
         # Only the first choice has a place in the answer's nvext and in its header.
         if shown and self.worker_id_field is not None:
@@ -288,10 +292,10 @@ class ActiveRequest:
 
         A prefill worker's stream is not among them: without others the request fails.
         """
-        streams = [one for one in self.engine_requests if one.stream is not None]
-        for engine_request in streams:
+        streams = [one.stream for one in self.engine_requests if one.stream is not None]
+        for stream in streams:
             if not self.closed:
-                engine_request.silent(error)
+                stream.give_up(error)
         if not streams:
             self.fail(error)
 

@@ -125,7 +125,9 @@ class Caller:
     def prefilled(self, done: Any) -> None:
         self.done = done
 
-    def sent(self, engine_request: Any, decision: Any, queued: int, chosen_s: float) -> None:
+    def sent(
+        self, engine_request: Any, decision: Any, queued: int, chosen_s: float, first: bool
+    ) -> None:
         self.decision = decision
 
     def routed(self, phase: str) -> None:

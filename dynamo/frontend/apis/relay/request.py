@@ -300,7 +300,7 @@ class RelayedEngineRequest(EngineRequest):
             error = _BrokenOff(f"The {what} of this model {did}; see its log")
         super().fail(error)
 
-    def _exhausted(self, error: DynamoError) -> DynamoError:
+    def exhausted(self, error: DynamoError) -> DynamoError:
         """The error itself: it says more than how often a request was sent."""
         return error
 

@@ -440,7 +440,7 @@ class RelayRoutes:
         request.metrics.prepared_s = time.monotonic()
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
-        dispatch.decode(one)  # not through a prefill worker, which takes tokens
+        dispatch.send(one, prefill=False)  # not through a prefill worker, which takes tokens
         if not request.closed:
             request.dispatched(len(preprocessed.token_ids))
 
