@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.apis.chat.generation import reject_early, reject_large
-from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRequest
+from dynamo.frontend.apis.relay.request import EmbeddingsWriter, RelayedEngineRequest
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES, check_engine_value
@@ -24,6 +24,7 @@ from dynamo.frontend.prompt.validation import check_json
 from dynamo.frontend.requests.headers import check_nvext, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.frontend.requests.request_metrics import EMBEDDINGS
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
@@ -180,14 +181,15 @@ class EmbeddingRoutes:
         finally:
             registry.leave()
 
-    def _begin(self, exchange: Exchange, loaded: TokenModel) -> EmbeddingRequest:
+    def _begin(self, exchange: Exchange, loaded: TokenModel) -> ActiveRequest:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         self._registry.release_body(exchange)
         info = RequestInfo(EMBEDDINGS, *request_id(exchange.headers))
-        return EmbeddingRequest(self._registry, exchange, info, loaded.metrics, False)
+        writer = EmbeddingsWriter()
+        return ActiveRequest(self._registry, exchange, info, loaded.metrics, False, writer)
 
     async def _send_off_loop(
-        self, request: EmbeddingRequest, loaded: TokenModel, asked: EmbeddingBody
+        self, request: ActiveRequest, loaded: TokenModel, asked: EmbeddingBody
     ) -> None:
         try:
             threads = self._registry.off_loop
@@ -199,16 +201,16 @@ class EmbeddingRoutes:
 
     def _send(
         self,
-        request: EmbeddingRequest,
+        request: ActiveRequest,
         loaded: TokenModel,
         asked: EmbeddingBody,
         inputs: list[Tokens],
     ) -> None:
         """Choose a worker for all inputs, reserve its load, send."""
-        request.metrics.prepared_s = time.monotonic()
+        prepared_s = time.monotonic()
         ids, as_base64 = joined(inputs), asked.encoding_format == "base64"
         answer = EmbeddingsAnswer(asked.model, len(inputs), len(ids), as_base64)
-        request.generation = answer
+        request.prepared(answer, prepared_s)
         message = PreprocessedEmbeddingRequest(
             model=asked.model,
             token_ids=inputs,
@@ -225,8 +227,5 @@ class EmbeddingRoutes:
             asked.model, ids, routing=routing, router_config_override=override
         )
         dispatch = loaded.dispatch
-        one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
-        request.engine_requests = [one]
-        dispatch.send(one, prefill=False)
-        if not request.closed:
-            request.dispatched(len(ids))
+        engine_request = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
+        request.send(dispatch, [engine_request], len(ids), prefill=False)

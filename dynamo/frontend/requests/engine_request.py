@@ -207,6 +207,11 @@ class EngineRequest:
         self.request.metrics.has_worker()
         self.retry_all()
 
+    # -- called by its owner
+
+    def client_reads(self, reads: bool) -> None:
+        """The client reads too slowly, and its text accumulates, or reads again."""
+
     # -- called by the prefill step
 
     def waits_for_prefill(self, pending: Pending) -> None:

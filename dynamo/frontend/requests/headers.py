@@ -1,4 +1,7 @@
-"""What a request asks of the router: its id, headers and ``nvext``, and what its key grants."""
+"""What a request asks of the router: its id, headers and ``nvext``, and what its key grants.
+
+And the header that tells a client why its request went to its worker.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from dynamo.errors import Forbidden, InvalidArgument, shorten
 from dynamo.http.api_keys import ApiKey, Grants
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import MAX_SALT_CHARACTERS, NvExt
+from dynamo.protocols.status import RouteReceipt
+from dynamo.router.decision.decision import Decision
+from dynamo.router.decision.receipt import DecisionInputs
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}")
 _RANDOM = random.Random()
@@ -49,6 +55,8 @@ _MAX_TEXT_CHARACTERS = 256
 ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
 NVEXT_HEADERS = ROUTING_HEADERS - {_TENANT}
 """Those that ``disable_nvext`` ignores; a tenant's caches stay its own."""
+ROUTE_HEADER = "x-dynamo-route"
+_MOST = 8  # candidates: a header should have less than 1 KB
 _PINS = (
     "backend_instance_id",
     "prefill_worker_id",
@@ -243,3 +251,72 @@ def _priority(name: str, text: str) -> int:
     raise InvalidArgument(
         f"Header '{name}' must be an integer of 32 bits, got {shorten(repr(text))}"
     )
+
+
+class _Candidate(msgspec.Struct, array_like=True):
+    """One row of ``candidates``."""
+
+    worker: str
+    dp_rank: int
+    overlap: float
+    cost: float | None
+
+
+class _Route(msgspec.Struct, omit_defaults=True):
+    """The header. ``request`` is the id for ``dynamo explain``; ``cost`` is in blocks."""
+
+    request: str
+    worker: str
+    dp_rank: int
+    overlap: int
+    blocks: int
+    queued_ms: float
+    mode: str = ""
+    index: str = ""
+    reason: str = ""
+    cost: float | None = None
+    prefill_worker: str = ""
+    prefill_reason: str = ""
+    candidates: list[_Candidate] = []
+
+
+def route_header(
+    request_id: str,
+    decision: Decision,
+    inputs: tuple[DecisionInputs | None, DecisionInputs | None],
+    queued_s: float,
+    to_operator: bool,
+) -> tuple[str, str]:
+    """Return name and value of the header that says why a request went to its worker, in JSON.
+
+    A client asks for it by a header of the same name. It sees its own worker, as in
+    ``nvext.worker_id``; the other candidates show the load of other clients, and are for operators.
+    ``GET /v1/requests/{id}`` has the terms of the costs. ``inputs`` are those of the (decode)
+    worker and of the prefill worker; ``queued_s`` passed until the worker was chosen.
+    """
+    route = _Route(
+        request_id,
+        f"{decision.worker_id:x}",
+        decision.dp_rank,
+        decision.overlap_blocks,
+        decision.prompt_blocks,
+        round(queued_s * 1e3, 3),
+    )
+    chosen, prefill = (None if one is None else one.receipt() for one in inputs)
+    if chosen is not None:
+        route.mode, route.index, route.reason = chosen.mode, chosen.index, chosen.reason
+        route.cost = next((one.cost for one in chosen.candidates if one.chosen), None)
+        if to_operator:
+            route.candidates = _rows(chosen)
+    if prefill is not None:
+        route.prefill_reason = prefill.reason
+        route.prefill_worker = next((one.worker for one in prefill.candidates if one.chosen), "")
+    return ROUTE_HEADER, msgspec.json.encode(route).decode()
+
+
+def _rows(receipt: RouteReceipt) -> list[_Candidate]:
+    eligible = [one for one in receipt.candidates if not one.excluded]
+    return [
+        _Candidate(one.worker, one.dp_rank, one.overlap_blocks, one.cost)
+        for one in eligible[:_MOST]
+    ]

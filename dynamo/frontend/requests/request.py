@@ -3,7 +3,7 @@
 A request has an engine request for each choice (``n``, lists of prompts). The output of a worker is
 detokenized in the read that received it and written at the end of the loop turn: a request or a
 token creates no task, queue or generator. However a request ends (finished, failed, client
-disconnected, worker lost, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: it
+disconnected, worker lost, silence, shutdown), :meth:`ActiveRequest.close` runs exactly once: it
 stops the engines, frees the load and counts the request.
 """
 
@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
+    ErrorShape,
     Labels,
     SlowClient,
     error_response,
@@ -30,95 +29,64 @@ from dynamo.frontend.requests.errors import (
     labels,
     with_retry,
 )
+from dynamo.frontend.requests.headers import ROUTE_HEADER, route_header
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo, begin_trace, end_trace
 from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.tracing import OpenSpan
-from dynamo.protocols.status import RouteReceipt
 from dynamo.router.decision.decision import Decision
-from dynamo.router.decision.receipt import DecisionInputs
 
 if TYPE_CHECKING:
+    from dynamo.frontend.prompt.images import PromptImages
+    from dynamo.frontend.requests.dispatch import Dispatch
     from dynamo.frontend.requests.registry import RequestRegistry
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
-ROUTE_HEADER = "x-dynamo-route"
-_MOST = 8  # candidates: a header should have less than 1 KB
 
 
-class _Candidate(msgspec.Struct, array_like=True):
-    """One row of ``candidates``."""
+class ResponseWriter:
+    """Sends the answer of a request: here one that is generated, in one body or as events.
 
-    worker: str
-    dp_rank: int
-    overlap: float
-    cost: float | None
-
-
-class _Route(msgspec.Struct, omit_defaults=True):
-    """The header. ``request`` is the id for ``dynamo explain``; ``cost`` is in blocks."""
-
-    request: str
-    worker: str
-    dp_rank: int
-    overlap: int
-    blocks: int
-    queued_ms: float
-    mode: str = ""
-    index: str = ""
-    reason: str = ""
-    cost: float | None = None
-    prefill_worker: str = ""
-    prefill_reason: str = ""
-    candidates: list[_Candidate] = []
-
-
-def route_header(
-    request_id: str,
-    decision: Decision,
-    inputs: tuple[DecisionInputs | None, DecisionInputs | None],
-    queued_s: float,
-    to_operator: bool,
-) -> tuple[str, str]:
-    """Return name and value of the header that says why a request went to its worker, in JSON.
-
-    A client asks for it by a header of the same name. It sees its own worker, as in
-    ``nvext.worker_id``; the other candidates show the load of other clients, and are for operators.
-    ``GET /v1/requests/{id}`` has the terms of the costs. ``inputs`` are those of the (decode)
-    worker and of the prefill worker; ``queued_s`` passed until the worker was chosen.
+    It keeps nothing of the request: one serves all of its kind.
     """
-    route = _Route(
-        request_id,
-        f"{decision.worker_id:x}",
-        decision.dp_rank,
-        decision.overlap_blocks,
-        decision.prompt_blocks,
-        round(queued_s * 1e3, 3),
-    )
-    chosen, prefill = (None if one is None else one.receipt() for one in inputs)
-    if chosen is not None:
-        route.mode, route.index, route.reason = chosen.mode, chosen.index, chosen.reason
-        route.cost = next((one.cost for one in chosen.candidates if one.chosen), None)
-        if to_operator:
-            route.candidates = _rows(chosen)
-    if prefill is not None:
-        route.prefill_reason = prefill.reason
-        route.prefill_worker = next((one.worker for one in prefill.candidates if one.chosen), "")
-    return ROUTE_HEADER, msgspec.json.encode(route).decode()
+
+    def may_comment(self, request: ActiveRequest) -> bool:
+        """Whether a comment may follow what was sent."""
+        return True
+
+    def start(self, request: ActiveRequest) -> None:
+        """Begin a streamed response, if comments have not begun it."""
+        if not request.exchange.started:
+            headers = [_NO_CACHE, *request.headers]
+            request.exchange.start(200, "text/event-stream", headers)
+
+    def complete(self, request: ActiveRequest) -> None:
+        """Send the end of the answer and close the request."""
+        if request.streaming:
+            request.start()
+            request.exchange.end(request.generation.end())
+        else:
+            request.exchange.respond(200, request.generation.unary(), headers=request.headers)
+        request.close(None)
+
+    def break_off(self, request: ActiveRequest, error: DynamoError) -> None:
+        """End a response that has begun. The rest of its text may be what cannot be written."""
+        try:
+            last = request.generation.error(error)
+        except Exception:
+            log.exception("request %s: the rest of its output is lost", request.info.request_id)
+            last = request.error_shape.event(error)
+        request.exchange.end(last)
 
 
-def _rows(receipt: RouteReceipt) -> list[_Candidate]:
-    eligible = [one for one in receipt.candidates if not one.excluded]
-    return [
-        _Candidate(one.worker, one.dp_rank, one.overlap_blocks, one.cost)
-        for one in eligible[:_MOST]
-    ]
+_GENERATED = ResponseWriter()
 
 
 class ActiveRequest:
-    """``engine_requests`` are set when it is dispatched; ``generation`` renders their outputs.
+    """``engine_requests`` are set when it is sent; ``generation`` renders their outputs, and
+    ``writer`` sends them with ``headers``.
 
     ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
     ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
@@ -128,23 +96,24 @@ class ActiveRequest:
     """
 
     __slots__ = (
-        "_headers",
         "_held_bytes",
         "_open",
-        "_output_deferred",
         "_shared",
         "_started",
         "_working",
+        "_writer",
         "closed",
         "detokenize_s",
         "engine_id",
         "engine_requests",
         "exchange",
         "generation",
+        "headers",
         "info",
         "last_activity_s",
         "metrics",
         "model",
+        "output_deferred",
         "streaming",
         "trace",
         "wants_route",
@@ -160,6 +129,7 @@ class ActiveRequest:
         info: RequestInfo,
         model: ModelMetrics,
         stream: bool,
+        writer: ResponseWriter = _GENERATED,
     ) -> None:
         self.exchange = exchange
         self.info = info
@@ -175,12 +145,13 @@ class ActiveRequest:
         self.wants_route = ROUTE_HEADER in exchange.headers and shared.shows_routes
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
-        self._headers: Sequence[tuple[str, str]] = ()
+        self.headers: Sequence[tuple[str, str]] = ()
         if echoed is not None:
-            self._headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
+            self.headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
         self._shared = shared
+        self._writer = writer
         self._started = False  # the streamed response has begun
-        self._output_deferred = False
+        self.output_deferred = False  # it is written at the end of this loop turn
         self._held_bytes = 0
         # Engine requests without an end, and those that a worker computes now: one that waits in a
         # queue or migrates is open, and no worker computes it.
@@ -208,17 +179,44 @@ class ActiveRequest:
         waiting = self.metrics.accepted and self.last_activity_s == NEVER
         return self.exchange.received_at if waiting else self.last_activity_s
 
-    def dispatched(self, prompt_tokens: int) -> None:
-        """Every engine request has been sent, or waits for a worker."""
-        self._open = len(self.engine_requests)
+    # -- called by the route
+
+    def prepared(
+        self, answer: Answer, prepared_s: float, images: PromptImages | None = None
+    ) -> None:
+        """Its prompt, with ``images``, was ready at ``prepared_s``; ``answer`` renders outputs."""
+        self.generation = answer
+        self.metrics.prepared_s = prepared_s
+        self.metrics.images = images
+
+    def send(
+        self,
+        dispatch: Dispatch,
+        engine_requests: Sequence[EngineRequest],
+        prompt_tokens: int,
+        *,
+        at_once: int = 1,
+        prefill: bool = True,
+    ) -> None:
+        """Send the first ``at_once`` of its engine requests; the route sends the others later.
+
+        With ``prefill`` through a prefill worker, where that applies. Raises as
+        :meth:`Dispatch.send`.
+        """
+        self.engine_requests = engine_requests
+        for engine_request in engine_requests[:at_once]:
+            dispatch.send(engine_request, prefill)
+            if self.closed:  # its queue or its prefill step failed at once
+                return
+        self._open = len(engine_requests)
         self.exchange.deadline = NEVER  # from now on the timeouts of the registry apply
         self.metrics.dispatched(prompt_tokens)
 
     def respond_location(self, stream: bytes) -> None:
         """Respond with ``stream`` alone: the client only asked where the request would go."""
-        self._start()
+        self.start()
         self.exchange.end(stream)
-        self._close(None)
+        self.close(None)
 
     # -- called by engine requests
 
@@ -234,9 +232,10 @@ class ActiveRequest:
         seconds) with ``queued`` others left in the router's queue."""
         self._working += 1
         now_s = self.last_activity_s = time.monotonic()
-        shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
         if first:
             shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
+        else:
+            shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
         # Only the first choice has a place in the answer's nvext and in its header.
         if shown and self.worker_id_field is not None:
             self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
@@ -265,8 +264,8 @@ class ActiveRequest:
 
         While the client reads too slowly, its text accumulates in the generation, up to a bound.
         """
-        if not self._output_deferred:
-            self._output_deferred = True
+        if not self.output_deferred:
+            self.output_deferred = True
             self._shared.write_batch.defer(self.flush)
         if self._held_bytes:
             self._held_bytes += size_bytes
@@ -281,7 +280,7 @@ class ActiveRequest:
             self.last_activity_s = NEVER
         if not self.closed and not self._open:
             try:
-                self._complete()
+                self._writer.complete(self)
             except BaseException as error:  # noqa: BLE001 - crashed() logs it
                 self.crashed(error)
 
@@ -301,18 +300,24 @@ class ActiveRequest:
 
     def flush(self) -> None:
         """Write the output since the last flush, unless the client reads too slowly."""
-        self._output_deferred = False
+        self.output_deferred = False
         if self.closed:
             return
         try:
             if not self._started:
-                self._start()
+                self.start()
             exchange = self.exchange
             if exchange.above_high_water:
-                # 1: held from now on, with the size of each further output; on_drain flushes.
-                self._held_bytes = self._held_bytes or 1
+                if not self._held_bytes:
+                    # Held from now on, with the size of each further output; on_drain flushes.
+                    self._held_bytes = 1
+                    for one in self.engine_requests:
+                        one.client_reads(False)
                 return
-            self._held_bytes = 0
+            if self._held_bytes:
+                self._held_bytes = 0
+                for one in self.engine_requests:
+                    one.client_reads(True)
             exchange.write(self.generation.flush())
         except BaseException as error:  # noqa: BLE001 - crashed() logs it
             self.crashed(error)
@@ -322,6 +327,8 @@ class ActiveRequest:
 
         It starts the response if necessary; a later error is an event then.
         """
+        if not self._writer.may_comment(self):
+            return
         if self.streaming and not self.closed and not self.exchange.above_high_water:
             if not self._started:
                 self.flush()
@@ -341,7 +348,7 @@ class ActiveRequest:
             log.exception("request %s: its error cannot be sent", self.info.request_id)
             self.exchange.on_disconnect = None
             self.exchange.crashed(unexpected)
-        self._close(found)
+        self.close(found)
 
     def crashed(self, error: BaseException) -> None:
         """End the request after any exception: a DynamoError as it is, others as internal errors.
@@ -357,70 +364,24 @@ class ActiveRequest:
             error = DynamoError("Internal server error")
         self.fail(error)
 
-    # -- private steps; an answer that is relayed overrides the first three
+    # -- called by its writer
 
-    def _complete(self) -> None:
-        """Send the end of the answer and close the request."""
-        if self.streaming:
-            if not self._started:
-                self._start()
-            self.exchange.end(self.generation.end())
-        else:
-            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
-        self._close(None)
+    @property
+    def error_shape(self) -> ErrorShape:
+        """The shape of its errors."""
+        return self._shared.error_shape(self.info.endpoint, self.exchange)
 
-    def _send_error(self, error: DynamoError) -> None:
-        """Send ``error``, a result of :func:`explained`: as a status if nothing was sent."""
-        shape = self._shared.error_shape(self.info.endpoint, self.exchange)
-        if isinstance(error, SlowClient):
-            self.exchange.abort()
-        elif self._started:
-            self._end_with(error)
-        elif self.exchange.started:  # with comments, before it reached the model
-            self.exchange.end(shape.event(error))
-        else:
-            status, body = error_response(
-                error, self._shared.overload_status, shape, self.info.echoed_id
-            )
-            self.exchange.respond(status, body, headers=with_retry(error, self._headers))
-
-    def _end_with(self, error: DynamoError) -> None:
-        """End a response that has begun. The rest of its text may be what cannot be written."""
-        try:
-            last = self.generation.error(error)
-        except Exception:
-            log.exception("request %s: the rest of its output is lost", self.info.request_id)
-            last = self._shared.error_shape(self.info.endpoint, self.exchange).event(error)
-        self.exchange.end(last)
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin the streamed response. Idempotent."""
+        if self._started:
+            return
+        self._writer.start(self)
         self._started = True
-        exchange = self.exchange
-        exchange.on_drain = self.flush
-        if not exchange.started:
-            exchange.start(200, "text/event-stream", [_NO_CACHE, *self._headers])
-        exchange.write(self.generation.opening())
+        self.exchange.on_drain = self.flush
+        self.exchange.write(self.generation.opening())
 
-    def _show_route(
-        self, engine_request: EngineRequest, decision: Decision, chosen_s: float
-    ) -> None:
-        """Set the header of the route, also after a change of the worker."""
-        inputs = engine_request.inputs, engine_request.prefill_inputs
-        queued_s = chosen_s - (self.metrics.rerouted_s or self.metrics.prepared_s)
-        operator = self._shared.admits_operator(self.exchange)
-        header = route_header(self.info.request_id, decision, inputs, queued_s, operator)
-        self._headers = (*(one for one in self._headers if one[0] != ROUTE_HEADER), header)
-
-    def _client_disconnected(self) -> None:
-        if not self.closed:
-            self._shared.metrics.disconnected.value += 1
-            self._close(labels(Cancelled()))
-
-    def _expired(self) -> None:
-        self.fail(Unavailable("The prompt was not processed in time, please retry later"))
-
-    def _close(self, failure: Labels | None) -> None:
-        """End the request: every path ends here, once."""
+    def close(self, failure: Labels | None) -> None:
+        """End the request, whose response is sent: every path ends here, once."""
         # First of all: what the steps below call back must find the request closed.
         self.closed = True
         engine_requests, metrics = self.engine_requests, self.metrics
@@ -439,3 +400,38 @@ class ActiveRequest:
         finally:
             self.engine_requests = ()  # they refer to the request: a cycle would need the collector
             self._shared.remove(self)
+
+    # -- private steps
+
+    def _send_error(self, error: DynamoError) -> None:
+        """Send ``error``, a result of :func:`explained`: as a status if nothing was sent."""
+        shape = self.error_shape
+        if isinstance(error, SlowClient):
+            self.exchange.abort()
+        elif self._started:
+            self._writer.break_off(self, error)
+        elif self.exchange.started:  # with comments, before it reached the model
+            self.exchange.end(shape.event(error))
+        else:
+            status, body = error_response(
+                error, self._shared.overload_status, shape, self.info.echoed_id
+            )
+            self.exchange.respond(status, body, headers=with_retry(error, self.headers))
+
+    def _show_route(
+        self, engine_request: EngineRequest, decision: Decision, chosen_s: float
+    ) -> None:
+        """Set the header of the route, also after a change of the worker."""
+        inputs = engine_request.inputs, engine_request.prefill_inputs
+        queued_s = chosen_s - (self.metrics.rerouted_s or self.metrics.prepared_s)
+        operator = self._shared.admits_operator(self.exchange)
+        header = route_header(self.info.request_id, decision, inputs, queued_s, operator)
+        self.headers = (*(one for one in self.headers if one[0] != ROUTE_HEADER), header)
+
+    def _client_disconnected(self) -> None:
+        if not self.closed:
+            self._shared.metrics.disconnected.value += 1
+            self.close(labels(Cancelled()))
+
+    def _expired(self) -> None:
+        self.fail(Unavailable("The prompt was not processed in time, please retry later"))

@@ -222,10 +222,9 @@ class OpenAIRoutes:
     ) -> None:
         """Choose a worker for every choice, reserve its load, send."""
         registry, dispatch, info = self._registry, loaded.dispatch, request.info
-        request.metrics.prepared_s = time.monotonic()
-        request.metrics.images = prepared.images
+        prepared_s = time.monotonic()
         stream = api.stream if prepared.answer is None else api.parsed_stream
-        generation = request.generation = stream(
+        generation = stream(
             parsed,
             prepared,
             loaded.preprocessor.tokenizer,
@@ -233,6 +232,7 @@ class OpenAIRoutes:
             int(time.time()),
             force_usage=registry.settings.force_usage,
         )
+        request.prepared(generation, prepared_s, prepared.images)
         routing, exchange = prepared.requests[0].routing, request.exchange
         routing = routed(routing, exchange.headers, exchange.api_key, self._ignores_nvext)
         if parsed.nvext is not None:
@@ -246,7 +246,7 @@ class OpenAIRoutes:
                 generation.worker_id = found
                 request.respond_location(generation.location())
                 return
-        engine_requests = request.engine_requests = []
+        engine_requests = []
         for index, preprocessed in enumerate(prepared.requests):
             preprocessed.routing = routing
             # Engines identify requests by id, so each choice has an id of its own.
@@ -257,12 +257,8 @@ class OpenAIRoutes:
         if len(engine_requests) > 1:
             choice_tokens = _TOKENS_PER_CHOICE + prompt_tokens // len(prepared.prompts)
             at_once = max(1, _TOKENS_PER_TURN // choice_tokens)
-        for engine_request in engine_requests[:at_once]:
-            dispatch.send(engine_request)
-            if request.closed:  # its queue or its prefill step failed at once
-                return
-        request.dispatched(prompt_tokens)
-        if len(engine_requests) > at_once:
+        request.send(dispatch, engine_requests, prompt_tokens, at_once=at_once)
+        if len(engine_requests) > at_once and not request.closed:
             rest = _send_rest(request, loaded, engine_requests[at_once:], at_once)
             self._tasks.spawn(rest, name="many choices")
 

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from dynamo.errors import Disconnected, DynamoError, EngineFailure, HttpFailure, shorten
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
-from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.apis.relay.http_answer import EVENTS, HttpAnswer
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import labels
-from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.recent import RequestInfo
-from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.request import ActiveRequest
-from dynamo.http import NEVER, Exchange
+from dynamo.frontend.requests.request import ActiveRequest, ResponseWriter
+from dynamo.http import NEVER
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import DP_RANK, PreprocessedEmbeddingRequest, PreprocessedRequest
 
@@ -56,99 +53,59 @@ class RelayedAnswer(Answer, Protocol):
         """The worker has sent the last item."""
 
 
-class RelayedActiveRequest(ActiveRequest):
-    """An active request whose worker pauses while the client reads too slowly."""
+class HttpResponseWriter(ResponseWriter):
+    """Sends ``answer`` of another HTTP server with that server's status and headers."""
 
-    __slots__ = ("_paused",)
+    def __init__(self, answer: HttpAnswer) -> None:
+        self._answer = answer
 
-    def __init__(
-        self,
-        shared: RequestRegistry,
-        exchange: Exchange,
-        info: RequestInfo,
-        model: ModelMetrics,
-        stream: bool,
-    ) -> None:
-        super().__init__(shared, exchange, info, model, stream)
-        self._paused = False
+    def may_comment(self, request: ActiveRequest) -> bool:
+        """Whether the server has begun to send events, and none is incomplete."""
+        return self._answer.can_add_event and not request.output_deferred
 
-    def flush(self) -> None:
-        """Write the output since the last flush; pause the worker if the client is behind."""
-        super().flush()
-        behind = bool(self._held_bytes)
-        if self.closed or behind == self._paused:
-            return
-        self._paused = behind
-        for one in self.engine_requests:
-            if one.stream is not None and behind:
-                one.stream.pause()
-            elif one.stream is not None:
-                one.stream.resume()
-        # A paused worker is not silent: the connection bounds how long a client may read nothing.
-        self.last_activity_s = NEVER if behind else time.monotonic()
-
-
-class RelayedHttpRequest(RelayedActiveRequest):
-    """A request to another HTTP server: its response has the server's status and headers."""
-
-    __slots__ = ()
-
-    generation: HttpAnswer
-
-    def engine_stopped(self) -> None:
-        """Another worker gets the request now."""
-        super().engine_stopped()
-        self.generation.restart()
-
-    def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send a comment between two events of the server, once it has begun to send events."""
-        if self.generation.can_add_event and not self._output_deferred:
-            super().keep_alive(comment)
-
-    def _complete(self) -> None:
-        answer = self.generation
+    def start(self, request: ActiveRequest) -> None:
+        """Begin the response. Raises HttpFailure if comments have begun another one."""
+        answer = self._answer
         head = answer.head
-        assert head is not None, "a response without a head has failed"
-        if self.streaming:
-            try:
-                if not self._started:
-                    self._start()
-            except HttpFailure as error:
-                self.fail(error, by_worker=True)
-                return
-            self.exchange.end(answer.end())
-        elif self.exchange.started:  # with the progress of the load
-            text = shorten(answer.unary().decode(errors="replace"), _SHOWN_ERROR)
-            self.fail(HttpFailure(text, head.status), by_worker=True)
-            return
-        else:
-            content_type, headers = self._response_headers()
-            self.exchange.respond(head.status, answer.unary(), content_type, headers)
-        self._close(labels(HttpFailure("", head.status), True) if head.status >= 400 else None)
-
-    def _end_with(self, error: DynamoError) -> None:
-        if self.generation.can_add_event:
-            # The client of each API has to find the error: without one, its stream looks complete.
-            event = self._shared.error_shape(self.info.endpoint, self.exchange).event(error)
-            self.exchange.end(self.generation.flush() + event)
-        else:
-            self.exchange.abort()
-
-    def _start(self) -> None:
-        head = self.generation.head
         assert head is not None, "the body follows the head"
-        self.generation.begun = True  # a comment may have come first: the head is sent
-        if not self.exchange.started:
-            self.exchange.start(head.status, *self._response_headers())
+        answer.begun = True  # a comment may have come first: the head is sent
+        if not request.exchange.started:
+            request.exchange.start(head.status, *self._headers(request))
         elif head.status != _OK:  # the response has begun with the progress of the load
             raise HttpFailure(f"the server responded with status {head.status}", head.status)
-        self._started = True
-        self.exchange.on_drain = self.flush
 
-    def _response_headers(self) -> tuple[str, list[tuple[str, str]]]:
+    def complete(self, request: ActiveRequest) -> None:
+        """Send the rest of the response; a status of an error counts as a failure."""
+        answer, exchange = self._answer, request.exchange
+        head = answer.head
+        assert head is not None, "a response without a head has failed"
+        if request.streaming:
+            try:
+                request.start()
+            except HttpFailure as error:
+                request.fail(error, by_worker=True)
+                return
+            exchange.end(answer.end())
+        elif exchange.started:  # with the progress of the load
+            text = shorten(answer.unary().decode(errors="replace"), _SHOWN_ERROR)
+            request.fail(HttpFailure(text, head.status), by_worker=True)
+            return
+        else:
+            exchange.respond(head.status, answer.unary(), *self._headers(request))
+        request.close(labels(HttpFailure("", head.status), True) if head.status >= 400 else None)
+
+    def break_off(self, request: ActiveRequest, error: DynamoError) -> None:
+        """Add an event to a stream of events; cut everything else."""
+        if self._answer.can_add_event:
+            # The client of each API has to find the error: without one, its stream looks complete.
+            request.exchange.end(self._answer.flush() + request.error_shape.event(error))
+        else:
+            request.exchange.abort()
+
+    def _headers(self, request: ActiveRequest) -> tuple[str, list[tuple[str, str]]]:
         """The content type, if heads with it are worth keeping, and the other headers."""
-        answer = self.generation
-        content_type, headers = answer.content_type, [*answer.headers, *self._headers]
+        answer = self._answer
+        content_type, headers = answer.content_type, [*answer.headers, *request.headers]
         if content_type in _PLAIN_TYPES or not content_type:
             return content_type, headers
         if content_type.lower().startswith(EVENTS):
@@ -156,46 +113,57 @@ class RelayedHttpRequest(RelayedActiveRequest):
         return "", [("content-type", content_type), *headers]
 
 
-class EmbeddingRequest(RelayedActiveRequest):
-    """A request for vectors. A long answer is sent in pieces, one in a turn of the loop, as fast as
-    the client reads them: neither the loop nor the memory has to bear all of it at once."""
+class EmbeddingsWriter(ResponseWriter):
+    """Sends vectors. A long answer is sent in pieces, one in a turn of the loop, as fast as the
+    client reads them: neither the loop nor the memory has to bear all of it at once."""
 
-    __slots__ = ("_next_piece", "_pieces")
+    def start(self, request: ActiveRequest) -> None:
+        """Begin a body that is sent in pieces."""
+        request.exchange.start(200, "application/json", request.headers)
 
-    generation: EmbeddingsAnswer
-
-    def _complete(self) -> None:
-        if self.generation.is_short:
-            super()._complete()
+    def complete(self, request: ActiveRequest) -> None:
+        """Send the vectors, or the first of them."""
+        answer = request.generation
+        assert isinstance(answer, EmbeddingsAnswer)
+        if answer.is_short:
+            super().complete(request)
             return
-        self._started = True
-        self._pieces = self.generation.pieces()
-        self._next_piece: asyncio.Handle | None = None
-        self.exchange.on_drain = self._send_piece
-        self.exchange.start(200, "application/json", self._headers)
-        self._send_piece()
+        request.start()
+        pieces = _Pieces(request, answer.pieces())
+        request.exchange.on_drain = pieces.send_next
+        pieces.send_next()
 
-    def _send_piece(self) -> None:
+    def break_off(self, request: ActiveRequest, error: DynamoError) -> None:
+        """Cut the body, which looks like one that is cut."""
+        request.exchange.abort()
+
+
+class _Pieces:
+    """The rest of the body of ``request``."""
+
+    def __init__(self, request: ActiveRequest, pieces: Iterator[bytes]) -> None:
+        self._request = request
+        self._pieces = pieces
+        self._turn: asyncio.Handle | None = None
+
+    def send_next(self) -> None:
         """Send the next piece and schedule the one after it; ``on_drain`` goes on later."""
-        if self._next_piece is not None:
-            self._next_piece.cancel()
-            self._next_piece = None
-        exchange = self.exchange
-        if self.closed or exchange.above_high_water:
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        request, exchange = self._request, self._request.exchange
+        if request.closed or exchange.above_high_water:
             return
         try:
             piece = next(self._pieces, b"")
             if piece:
                 exchange.write(piece)
-                self._next_piece = asyncio.get_running_loop().call_soon(self._send_piece)
+                self._turn = asyncio.get_running_loop().call_soon(self.send_next)
             else:
                 exchange.end()
-                self._close(None)
+                request.close(None)
         except BaseException as error:  # noqa: BLE001 - crashed() logs it
-            self.crashed(error)
-
-    def _end_with(self, error: DynamoError) -> None:
-        self.exchange.abort()  # a body that is cut looks like one
+            request.crashed(error)
 
 
 class RelayedEngineRequest(EngineRequest):
@@ -206,7 +174,7 @@ class RelayedEngineRequest(EngineRequest):
 
     def __init__(
         self,
-        request: RelayedActiveRequest,
+        request: ActiveRequest,
         answer: RelayedAnswer,
         dispatch: Dispatch,
         preprocessed: PreprocessedRequest,
@@ -231,6 +199,21 @@ class RelayedEngineRequest(EngineRequest):
         if decision is not None and isinstance(self._answer, HttpAnswer):
             headers[DP_RANK] = str(decision.dp_rank)
         return headers
+
+    def client_reads(self, reads: bool) -> None:
+        """Pause the worker while the client reads too slowly."""
+        if self.stream is not None and reads:
+            self.stream.resume()
+        elif self.stream is not None:
+            self.stream.pause()
+        # A paused worker is not silent: the connection bounds how long a client may read nothing.
+        self.request.last_activity_s = time.monotonic() if reads else NEVER
+
+    def leave_worker(self, error: DynamoError) -> int:
+        """As every request; another server sends another head."""
+        if isinstance(self._answer, HttpAnswer):
+            self._answer.restart()
+        return super().leave_worker(error)
 
     def on_data(self, payload: bytes) -> None:
         """Pass an item on and count its tokens."""

@@ -24,11 +24,10 @@ from dynamo.frontend.apis.embeddings import parse_embedding
 from dynamo.frontend.apis.relay.body import RelayedBody, peek, peek_form, prompt_ids
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.apis.relay.request import (
-    EmbeddingRequest,
-    RelayedActiveRequest,
+    EmbeddingsWriter,
+    HttpResponseWriter,
     RelayedAnswer,
     RelayedEngineRequest,
-    RelayedHttpRequest,
 )
 from dynamo.frontend.apis.relay.text_answer import TextAnswer
 from dynamo.frontend.models.model import TEXT_INPUT, LoadedModel, ModelEntry, missing_route
@@ -44,6 +43,7 @@ from dynamo.frontend.requests.headers import (
 )
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request import ActiveRequest, ResponseWriter
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, RouteMatch, Routes, field_span, is_multipart
 from dynamo.protocols.codec import encode
@@ -183,7 +183,7 @@ def _workers(entry: ModelEntry) -> frozenset[int]:
 class _Relay(NamedTuple):
     """A request on its way to its model."""
 
-    request: RelayedActiveRequest
+    request: ActiveRequest
     answer: RelayedAnswer
     model: LoadedModel
     asked: RelayedBody
@@ -355,19 +355,18 @@ class RelayRoutes:
         self, exchange: Exchange, model: LoadedModel, asked: RelayedBody, label: str
     ) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
-        streams = asked.streams
-        kind: type[RelayedActiveRequest] = RelayedHttpRequest
-        answer: RelayedAnswer = HttpAnswer()
-        body = exchange.body
-        if model.card.model_input == TEXT_INPUT and exchange.path == EMBEDDINGS_PATH:
-            kind, streams = EmbeddingRequest, False
-            answer = BodyEmbeddingsAnswer(asked.model)
-        elif model.card.model_input == TEXT_INPUT:
-            kind, answer = RelayedActiveRequest, TextAnswer(streams)
+        streams, body = asked.streams, exchange.body
+        answer: RelayedAnswer
+        if model.card.model_input != TEXT_INPUT:
+            answer = HttpAnswer()
+            writer: ResponseWriter = HttpResponseWriter(answer)
+        elif exchange.path == EMBEDDINGS_PATH:
+            answer, writer, streams = BodyEmbeddingsAnswer(asked.model), EmbeddingsWriter(), False
+        else:
+            answer, writer = TextAnswer(streams), ResponseWriter()
         self._registry.release_body(exchange)
         info = RequestInfo(label, *request_id(exchange.headers))
-        request = kind(self._registry, exchange, info, model.metrics, streams)
-        request.generation = answer
+        request = ActiveRequest(self._registry, exchange, info, model.metrics, streams, writer)
         return _Relay(request, answer, model, asked, body)
 
     def _prepare(self, relay: _Relay) -> tuple[PreprocessedRequest, bytes]:
@@ -437,12 +436,10 @@ class RelayRoutes:
     def _send(self, relay: _Relay, preprocessed: PreprocessedRequest, message: bytes) -> None:
         """Choose a worker, reserve its load, send."""
         request, answer, dispatch = relay.request, relay.answer, relay.model.dispatch
-        request.metrics.prepared_s = time.monotonic()
-        one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
-        request.engine_requests = [one]
-        dispatch.send(one, prefill=False)  # not through a prefill worker, which takes tokens
-        if not request.closed:
-            request.dispatched(len(preprocessed.token_ids))
+        request.prepared(answer, time.monotonic())
+        engine_request = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
+        # Not through a prefill worker, which takes tokens.
+        request.send(dispatch, [engine_request], len(preprocessed.token_ids), prefill=False)
 
     def _refuse(self, exchange: Exchange, error: DynamoError, asked: RelayedBody | None) -> None:
         """Respond to a request that has not reached a model."""
