@@ -374,6 +374,21 @@ def test_only_the_command_line_prints() -> None:
     assert not printers, f"only dynamo.cli prints: {printers}"
 
 
+def test_an_engine_request_alone_changes_itself() -> None:
+    owned = re.compile(r"(^|\.)_?(engine_request|prefill)$")
+    report(
+        (
+            f"{place(path, node.lineno)} {ast.unparse(node)}"
+            for path in SOURCES
+            if "frontend" in path.parts
+            for node in ast.walk(syntax(path))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if owned.search(ast.unparse(node.value))
+        ),
+        "fields of a request that others set; its method should name the event",
+    )
+
+
 def test_no_orphan_tasks() -> None:
     """Every task has a parent: a TaskGroup, or dynamo.runtime.process.tasks."""
     bare = []

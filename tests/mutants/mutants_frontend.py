@@ -50,7 +50,7 @@ FRONTEND = (
     Mutant(
         "pin-costs-no-migration-to-leave",
         "dynamo.frontend.requests.dispatch",
-        "return isinstance(error, WorkerAtCapacity) or not self._is_pinned(engine_request)",
+        "return pinned_worker(routing) is None",
         "return True",
         ("unit/frontend/test_migration.py::test_a_pin_to_the_failed_worker_is_dropped",),
     ),
@@ -336,9 +336,9 @@ FRONTEND = (
     ),
     Mutant(
         "lost-prefill-worker-replaced-where-that-is-forbidden",
-        "dynamo.frontend.disagg.sender",
-        "        if self._enforced:\n            if not isinstance",
-        "        if self._enforced and error is None:\n            if not isinstance",
+        "dynamo.frontend.disagg.router",
+        "        if self._settings.enforce_disagg:\n            if not isinstance",
+        "        if self._settings.enforce_disagg and error is None:\n            if not isinstance",
         ("unit/frontend/test_prefill.py::test_enforced_nobody_goes_without",),
     ),
 )

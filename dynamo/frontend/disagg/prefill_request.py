@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.errors import DynamoError, EngineFailure
+from dynamo.errors import DynamoError, EngineFailure, WorkerUnavailable
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import (
     EngineOutput,
     InvalidOutput,
@@ -19,6 +20,7 @@ from dynamo.protocols.engine import (
 )
 from dynamo.router.decision.decision import Decision
 from dynamo.router.modes.picker import Picker
+from dynamo.runtime import Client
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:
@@ -74,6 +76,38 @@ class PrefillRequest:
     def id(self) -> str:
         """The id of the reservation at the picker of the prefill workers."""
         return self.engine_request.id
+
+    def open_stream(self, client: Client, picker: Picker, decision: Decision) -> None:
+        """Send the prompt to the worker that ``picker`` chose.
+
+        Raises WorkerUnavailable, with nothing reserved, if it has just left.
+        """
+        request = self.engine_request
+        self.picker, self.decision = picker, decision
+        request.prefill_chosen(decision.inputs)
+        payload = encode(to_prefill(request.preprocessed, request.routing, decision))
+        try:
+            self.stream = client.open(decision.worker_id, payload, self, request.headers())
+        except WorkerUnavailable:
+            self.release()
+            raise
+        self.sent_s = request.prefill_started()
+
+    def lose_patience(self) -> None:
+        """Wait for its best worker for the last time, or take any."""
+        self.patient = False
+
+    def ended(self) -> None:
+        """The worker has finished: free its reservation."""
+        self.stream = None  # it has ended: release() must not kill it
+        self.release()
+
+    def failed(self) -> None:
+        """The worker has failed: free its reservation."""
+        self.attempts += 1
+        self.output = None
+        self.release()
+        self.engine_request.prefill_stopped()
 
     def cancel(self) -> None:
         """See :class:`dynamo.frontend.requests.engine_request.Pending`."""

@@ -94,6 +94,10 @@ class Dispatch:
         self._trials = TrialQueue(self.resend, self._has_trial_room, self._resends.add)
         self.tracks_output = picker.tracks_output
 
+    def use_prefill(self, step: PrefillStep) -> None:
+        """Have ``step`` asked for each prompt from now on."""
+        self.prefill = step
+
     def check(self) -> None:
         """Raise Overloaded if every request would be rejected now, whatever its prompt and its
         constraints. O(1), so it precedes the work on the prompt.
@@ -249,14 +253,10 @@ class Dispatch:
         """
         if not error.unsent or engine_request.answering or engine_request.decision is None:
             return False
-        return isinstance(error, WorkerAtCapacity) or not self._is_pinned(engine_request)
-
-    def _is_pinned(self, engine_request: EngineRequest) -> bool:
-        """Whether the client chose the worker, and a migration may drop that choice."""
         routing = engine_request.routing
-        if routing is None or not self.migrations.limit:
-            return False
-        return pinned_worker(routing) is not None
+        if isinstance(error, WorkerAtCapacity) or routing is None or not self.migrations.limit:
+            return True
+        return pinned_worker(routing) is None
 
     def _lost(self, engine_request: EngineRequest, error: DynamoError) -> WorkersLost | None:
         decision, pool = engine_request.decision, self.picker.worker_pool

@@ -69,8 +69,8 @@ class EngineRequest:
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
     ``stream`` once a worker has it; ``answering`` once that worker has sent tokens. ``tried`` are
-    workers that could not be reached, ``last_error`` is the error of the last of them. Times are
-    monotonic seconds.
+    workers that could not be reached, ``last_error`` is the error of the last of them.
+    ``detokenize_s`` is spent on converting outputs to text. Other times are monotonic seconds.
 
     ``original`` is the request as the client made it, and ``generated`` its output so far, None if
     that is not kept; ``inputs`` and ``prefill_inputs`` explain the choice of its latest workers;
@@ -87,6 +87,7 @@ class EngineRequest:
         "_text_complete",
         "answering",
         "decision",
+        "detokenize_s",
         "first_token_s",
         "generated",
         "id",
@@ -148,6 +149,7 @@ class EngineRequest:
         self.first_token_s = _NEVER
         self.last_token_s = _NEVER
         self.tokens = 0
+        self.detokenize_s = 0.0
         self._reported = 0
         self._text_complete = False
 
@@ -266,7 +268,7 @@ class EngineRequest:
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
             return
-        request.detokenize_s += time.monotonic() - now
+        self.detokenize_s += time.monotonic() - now
         if output.token_ids:
             self._add_tokens(output.token_ids, now, len(output.token_ids))
         elif output.text:  # without its tokens it cannot be continued
@@ -285,7 +287,7 @@ class EngineRequest:
             return
         choice: Any = self._choice  # a Choice: see _pass_tokens
         request.last_activity_s = now_s
-        request.detokenize_s += spent_s
+        self.detokenize_s += spent_s
         choice.count(ids)
         self._add_tokens(ids, now_s, 1)
         if request.streaming:

@@ -88,11 +88,11 @@ class ActiveRequest:
     """``engine_requests`` are set when it is sent; ``generation`` renders their outputs, and
     ``writer`` sends them with ``headers``.
 
-    ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
-    ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
-    ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision;
-    ``wants_route``: a header of the response explains it. ``trace`` is the span of the request, if
-    it has one. ``engine_id`` is the id of the first engine request.
+    ``last_activity_s`` is when an engine last sent anything, infinite while none computes; its
+    engine requests set it, for every token. ``metrics`` counts the rest. ``worker_id_field``, if
+    set, makes ``nvext.worker_id`` of the first decision; ``wants_route``: a header of the response
+    explains it. ``trace`` is the span of the request, if it has one. ``engine_id`` is the id of the
+    first engine request.
     """
 
     __slots__ = (
@@ -103,7 +103,6 @@ class ActiveRequest:
         "_working",
         "_writer",
         "closed",
-        "detokenize_s",
         "engine_id",
         "engine_requests",
         "exchange",
@@ -138,7 +137,6 @@ class ActiveRequest:
         self.engine_requests: Sequence[EngineRequest] = ()
         self.closed = False
         self.last_activity_s = NEVER
-        self.detokenize_s = 0.0
         self.trace: OpenSpan | None = None
         if shared.tracing is not None or "traceparent" in exchange.headers:
             self.trace = begin_trace(shared.tracing, exchange)
@@ -258,6 +256,10 @@ class ActiveRequest:
         """A prefill worker has computed a prompt; the first one is shown to the client."""
         self.last_activity_s = done.done_s
         self.metrics.prefilled = self.metrics.prefilled or done
+
+    def decide_streaming(self, streams: bool) -> None:
+        """The head of a relayed answer says whether it streams."""
+        self.streaming = streams
 
     def output_ready(self, size_bytes: int) -> None:
         """Write the new output at the end of this loop turn.
@@ -391,7 +393,7 @@ class ActiveRequest:
         try:
             if metrics.accepted and metrics.engine_requests:
                 usage = self.generation.final_usage or self.generation.usage()
-                metrics.count_output(usage, engine_requests, self.detokenize_s)
+                metrics.count_output(usage, engine_requests)
             metrics.ended(failure, engine_requests)
             if self.trace is not None and self.trace.recording:
                 end_trace(self.trace, metrics)

@@ -158,16 +158,13 @@ class RequestMetrics(RequestFigures, kw_only=True):
             "router_queue_depth": self.queue_depth,
         }
 
-    def count_output(
-        self, usage: Usage, choices: Sequence[EngineRequest], detokenize_s: float
-    ) -> None:
-        """Count the output of the engines, complete or partial; its text took ``detokenize_s``."""
+    def count_output(self, usage: Usage, choices: Sequence[EngineRequest]) -> None:
+        """Count the output of the engines, complete or partial."""
         self.usage = usage
         model, shared = self.of_model, self.shared
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        shared.detokenize_ms.observe(detokenize_s * 1e3)
         shared.detokenize_tokens.value += tokens
         cached_tokens = usage.cached_tokens
         if cached_tokens is not None:
@@ -176,7 +173,9 @@ class RequestMetrics(RequestFigures, kw_only=True):
             image_tokens = self.images.count_tokens()
             if image_tokens is not None:
                 model.image_tokens[model.name,].observe(image_tokens)
+        detokenize_s = 0.0
         for choice in choices:
+            detokenize_s += choice.detokenize_s
             decision, picker = choice.decision, choice.picker
             if cached_tokens is not None:
                 picker.reused_tokens.value += cached_tokens
@@ -189,6 +188,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
                 last.ttft.value = choice.first_token_s - self.received_s
             if choice.tokens > 1:
                 last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
+        shared.detokenize_ms.observe(detokenize_s * 1e3)
 
     def so_far(self, choices: Sequence[EngineRequest]) -> RequestRecord:
         """Return what operators see of it now; its outcome is ``running``."""

@@ -62,15 +62,20 @@ class PrefillQueue(Generic[T]):
     """Requests wait (:meth:`add`), run at a worker (:meth:`start`), and end.
 
     A request that is pinned or bound (:meth:`bind`) to a worker waits for that one, and others
-    overtake it. The ``busy`` workers, a collection that other modules keep up to date, get nothing.
+    overtake it. The workers that ``busy`` returns get nothing.
     ``waiting_tokens`` is the sum of ``tokens_of`` over the waiting requests.
     """
 
-    def __init__(self, limit: int, tokens_of: Callable[[T], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        limit: int,
+        tokens_of: Callable[[T], int] = lambda _: 0,
+        busy: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
         self.limit = limit
         self.waiting_tokens = 0
         self._tokens_of = tokens_of
-        self.busy: Collection[int] = frozenset()
+        self._busy = busy
         self._workers: dict[int, _WorkerLoad] = {}
         self._pins: dict[T, int | None] = {}  # of the waiting requests
         self._running: dict[T, tuple[int, int]] = {}
@@ -100,17 +105,19 @@ class PrefillQueue(Generic[T]):
     @property
     def free_workers(self) -> list[int]:
         """The workers with a free slot."""
+        busy = self._busy()
         return [
             worker_id
             for worker_id in self._workers
-            if self._has_free_slot(worker_id) and worker_id not in self.busy
+            if self._has_free_slot(worker_id) and worker_id not in busy
         ]
 
     @property
     def is_blocked(self) -> bool:
         """Whether requests wait although a worker, which is busy, has a free slot."""
-        return bool(self._pins) and any(
-            worker_id in self.busy and self._has_free_slot(worker_id) for worker_id in self._workers
+        busy = self._busy() if self._pins else ()
+        return any(
+            worker_id in busy and self._has_free_slot(worker_id) for worker_id in self._workers
         )
 
     @property

@@ -159,9 +159,10 @@ class QueueMachine(StateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda request: request + 7)
         self.busy: set[int] = set()
-        self.queue.busy = self.busy
+        self.queue: PrefillQueue[int] = PrefillQueue(
+            LIMIT, lambda request: request + 7, lambda: self.busy
+        )
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
         self.running: dict[int, tuple[int, int]] = {}
@@ -290,7 +291,7 @@ class QueueMachine(StateMachine):
         assert self.queue.pop_all() == self.waiting
 
 
-QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestQueue = occurring(
     QueueMachine, "stranded", "back to the front", "full", "answered", "all slots taken"
 )

@@ -148,7 +148,8 @@ def engine_request(*workers: int, **figures: Any) -> Any:
     """One choice of a request that went to worker 1, of a model with these workers."""
     pool = SimpleNamespace(members=dict.fromkeys(workers))
     picker = SimpleNamespace(worker_pool=pool, reused_tokens=SimpleNamespace(value=0))
-    given = {"tokens": 11, "first_token_s": 6.0, "last_token_s": 8.5, "migrations": 2, **figures}
+    given = {"tokens": 11, "first_token_s": 6.0, "last_token_s": 8.5, "migrations": 2}
+    given |= {"detokenize_s": 0.125, **figures}
     return SimpleNamespace(
         decision=DECISION, picker=picker, inputs=None, prefill_inputs=None, **given
     )
@@ -218,7 +219,7 @@ def test_each_figure_of_a_request_is_observed_once(monkeypatch: pytest.MonkeyPat
         "router_queue_depth": 4,
     }
     assert metrics.of_model.active.value == 1
-    metrics.count_output(Usage(100, 11, 32), [choice], 0.125)
+    metrics.count_output(Usage(100, 11, 32), [choice])
     metrics.ended(None, [choice])
     assert metrics.of_model.active.value == 0 and choice.picker.reused_tokens.value == 32
     rows = rows_of(page)
@@ -244,7 +245,7 @@ def test_a_request_that_never_waited_has_no_rows_of_waiting_and_a_removed_worker
     metrics.first_token(2.0)
     second = engine_request(last_token_s=9.5, migrations=1)
     second.decision = None
-    metrics.count_output(Usage(8, 11, None), [choice, second], 0.0)
+    metrics.count_output(Usage(8, 11, None), [choice, second])
     metrics.ended(Labels("server", "timeout", "internal"), [choice, second])
     rows = rows_of(page)
     for part in ("worker_wait", "worker_last", "cached_tokens", "success"):
@@ -295,7 +296,7 @@ def test_images_and_embeddings_have_figures_of_their_own() -> None:
     images: Any = SimpleNamespace(hashes=["a", "b"], count_tokens=lambda: 0)
     page = Page(images=images)
     page.metrics.dispatched(8)
-    page.metrics.count_output(Usage(8, 11, None), [], 0.0)
+    page.metrics.count_output(Usage(8, 11, None), [])
     page.metrics.info = page.metrics.info._replace(endpoint="embeddings")
     page.metrics.ended(None, [])
     rows = rows_of(page)

@@ -228,7 +228,7 @@ class RelayedEngineRequest(EngineRequest):
         except DynamoError as error:
             request.fail(error, by_worker=True)
             return
-        request.streaming = self._answer.streams
+        request.decide_streaming(self._answer.streams)
         if count is None:
             return
         if not self.first_token_s:
