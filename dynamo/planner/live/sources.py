@@ -368,7 +368,7 @@ async def _page(address: FrontendAddress, prefix: str) -> FrontendPage | str:
             )
         if found.status != 200:
             return f"status {found.status}"
-        return read_page(found.body.decode(), prefix)
+        return read_page(bytes(found.body), prefix)
     except TimeoutError:
         return f"no answer in {_TIMEOUT_S:g} s"
     except ConnectionRefusedError:

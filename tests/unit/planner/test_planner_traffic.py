@@ -26,7 +26,7 @@ def test_a_page_has_the_counts_of_each_model() -> None:
     model.active.value = 1
     metrics.model("other").queued.value = 7
 
-    found = read_page(metrics.registry.render().decode())
+    found = read_page(metrics.registry.render())
 
     assert found.started_at > SINCE
     tiny = found.models["tiny"]
@@ -72,14 +72,14 @@ def test_requests_that_wait_for_the_first_worker_are_queued() -> None:
 def test_a_page_may_have_another_prefix() -> None:
     metrics = FrontendMetrics(Registry(), "my_frontend")
     metrics.model("tiny").active.value = 2
-    text = metrics.registry.render().decode()
+    text = metrics.registry.render()
     assert read_page(text, "my_frontend").models["tiny"]["active_requests"] == 2
     assert read_page(text).models == {}
 
 
 def test_a_page_of_another_program_is_refused() -> None:
     with pytest.raises(ValueError, match="process_start_time_seconds"):
-        read_page("some_metric 1\n")
+        read_page(b"some_metric 1\n")
 
 
 def test_an_interval_has_what_the_counters_rose_by() -> None:
