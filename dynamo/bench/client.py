@@ -14,7 +14,6 @@ import msgspec
 
 from dynamo.bench.stats import Outcome
 from dynamo.http.client import HttpClient, ResponseError, Target
-from dynamo.http.tls import client_context
 
 _EVENT_STREAM = b"text/event-stream"
 _LINE_LIMIT_BYTES = 16 << 20
@@ -207,8 +206,7 @@ class LoadConnection(HttpClient):
 
     async def open(self) -> None:
         """Connect. Raises OSError, or UnicodeError for an invalid host name."""
-        context = client_context(self._target.ca_path) if self._target.tls else None
-        await self.connect(self._target.host, self._target.port, context)
+        await self.connect_to(self._target)
 
     async def measure(
         self,

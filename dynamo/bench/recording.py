@@ -21,7 +21,6 @@ import msgspec
 from dynamo.bench.client import refusal
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, Target, cause, remedy
-from dynamo.http.tls import client_context
 from dynamo.protocols.status import (
     RecordedContent,
     RecordedRequest,
@@ -77,10 +76,9 @@ class RecordClient(HttpClient):
     async def open(self, query: Mapping[str, str]) -> None:
         """Connect and begin to record. Raises CannotConnect with a remedy."""
         target = self._target
-        context = client_context(target.ca_path) if target.tls else None
         try:
             async with asyncio.timeout(_CONNECT_S):
-                await self.connect(target.host, target.port, context)
+                await self.connect_to(target)
         except (OSError, UnicodeError) as error:  # TimeoutError is one
             start = "start the deployment, or name its frontend with --url"
             raise CannotConnect(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message, refusal
-from dynamo.cli.frontend_client import START, call, connect
+from dynamo.cli.frontend_client import BODY_BYTES, START
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import HttpClient, ResponseError, Target, cause, remedy
+from dynamo.http.client import HttpClient, ResponseError, Target, call, cause, remedy
 from dynamo.protocols.openai import ModelList
 
 _BODY_BYTES = 16 << 20
@@ -124,7 +124,7 @@ async def request_answer(
     stream = _AnswerStream(answer, show)
     try:
         async with asyncio.timeout(_CONNECT_S):
-            await connect(stream, endpoint)
+            await stream.connect_to(endpoint)
     except (OSError, UnicodeError) as error:
         raise _unreachable(endpoint, error) from None
     try:
@@ -156,7 +156,7 @@ def _body(target: ChatTarget, messages: Sequence[Mapping[str, str]]) -> bytes:
 async def list_models(target: Target) -> list[str]:
     """Return the ids of the endpoint's models. Raises DynamoError."""
     try:
-        answer = await call(target, "GET", "/v1/models", b"", _MODELS_S)
+        answer = await call(target, "GET", "/v1/models", BODY_BYTES, _MODELS_S)
         if answer.status != 200:
             text = refusal(answer.status, bytes(answer.body), _ERROR_CHARS)
             raise DynamoError(f"{target.url} answered {text}")

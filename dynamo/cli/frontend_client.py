@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-import ssl
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,8 @@ from dynamo.config import environ, from_env, load
 from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
-from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url, remedy
-from dynamo.http.tls import client_context, unverified_context
+from dynamo.http.client import ResponseError, Target, call, cause, parse_url, remedy
+from dynamo.http.tls import unverified_context
 from dynamo.protocols.status import BoxStatus
 from dynamo.runtime.process.os_process import listening_users
 from dynamo.runtime.process.paths import state_path
@@ -37,7 +36,7 @@ from dynamo.status.reading import BoxCollector, worker_names
 Names = Mapping[str, str]
 """The names of workers by their ids; one that has ended since is shown by its id."""
 _SHOWN = 500
-_BODY_BYTES = 64 << 20
+BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
 _DEFAULT_PORT = 8000
 _DEFAULT_URL = f"http://127.0.0.1:{_DEFAULT_PORT}"
@@ -118,7 +117,7 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
     url = target.url + path
     method = "POST" if body else "GET"
     try:
-        answer = asyncio.run(call(target, method, path, body, settings.timeout_s))
+        answer = asyncio.run(call(target, method, path, BODY_BYTES, settings.timeout_s, body))
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error, START)}") from None
     if answer.status != 200:
@@ -128,35 +127,6 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise DynamoError(f"{target.url} is not a Dynamo frontend") from None
-
-
-async def call(
-    target: Target,
-    method: str,
-    path: str,
-    body: bytes,
-    timeout_s: float,
-    tls: ssl.SSLContext | None = None,
-) -> HttpClient:
-    """Send one request; return the client, which is closed and has the status and the body.
-
-    ``tls`` replaces the context of ``target``. Raises OSError or UnicodeError if it cannot connect
-    or takes longer than ``timeout_s``, ResponseError if the answer is not HTTP or not complete.
-    """
-    client = HttpClient(_BODY_BYTES)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await connect(client, target, tls)
-            await client.request(target.head(method, path, len(body)) + body)
-    finally:
-        client.close()
-    return client
-
-
-async def connect(client: HttpClient, target: Target, tls: ssl.SSLContext | None = None) -> None:
-    """Connect ``client`` to ``target`` itself. Raises OSError, UnicodeError."""
-    context = (tls or client_context(target.ca_path)) if target.tls else None
-    await client.connect(target.host, target.port, context)
 
 
 def web(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +158,8 @@ def _check_served(base: str) -> None:
     target = parse_url(base)
     url = f"{base}/ui"
     try:
-        status = asyncio.run(call(target, "GET", "/ui", b"", _PAGE_S, unverified_context())).status
+        page = call(target, "GET", "/ui", BODY_BYTES, _PAGE_S, tls=unverified_context())
+        status = asyncio.run(page).status
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"can't reach {url}: {cause(error)}; see: dynamo ps") from None
     if status == 404:

@@ -13,13 +13,13 @@ import msgspec
 
 from dynamo.bench.client import error_message
 from dynamo.bench.recording import ContentReader
-from dynamo.cli.frontend_client import call, find_target
+from dynamo.cli.frontend_client import BODY_BYTES, find_target
 from dynamo.cli.options import ReplayRequestSettings
 from dynamo.cli.text_table import cut, printable
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, Unavailable
-from dynamo.http.client import ResponseError, Target, cause
+from dynamo.http.client import ResponseError, Target, call, cause
 from dynamo.observability.logs import counted
 from dynamo.protocols.status import RecordedContent
 
@@ -196,7 +196,7 @@ def _text(value: Any) -> str:
 def _send(target: Target, record: RecordedContent, body: bytes, timeout_s: float) -> Replayed:
     begun_s = time.monotonic()
     try:
-        answer = asyncio.run(call(target, "POST", record.path, body, timeout_s))
+        answer = asyncio.run(call(target, "POST", record.path, BODY_BYTES, timeout_s, body))
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"{record.request_id}: {target.url}: {cause(error)}") from None
     content = bytes(answer.body)

@@ -21,15 +21,14 @@ from dynamo.config.programs import MODEL_PROGRAMS, memory_share
 from dynamo.config.router import RouterSettings
 from dynamo.doctor.facts import FrontendFacts, ListenerFacts, RouterFacts, WorkerFacts
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.http.client import ResponseError, get
-from dynamo.http.tls import unverified_context
+from dynamo.http.client import ResponseError
 from dynamo.observability.metrics_page import samples
 from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.serve.graph.engine_gpus import engine_flags
 from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.graph.service import Service
-from dynamo.serve.readiness import check_free, free_port
+from dynamo.serve.readiness import ask, check_free, free_port
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
 from dynamo.serve.state.registered import stored_records
@@ -337,14 +336,11 @@ def _program(pid: int) -> str:
 
 async def _metrics(address: FrontendAddress) -> bytes | None:
     """Return the metrics page, which needs no key; None without an answer."""
-    tls = unverified_context() if address.tls else None
-    place = (address.reachable, address.port, address.authority)
     try:
-        async with asyncio.timeout(_ANSWER_S):
-            found = await get(*place, "/metrics", _PAGE_BYTES, tls)
+        answer = await ask(address, "/metrics", _PAGE_BYTES, _ANSWER_S)
     except (OSError, TimeoutError, ResponseError):
         return None
-    return bytes(found.body) if found.status == 200 else None
+    return bytes(answer.body) if answer.status == 200 else None
 
 
 def read_listeners(

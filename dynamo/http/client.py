@@ -111,22 +111,25 @@ def request_head(method: str, path: str, authority: str, headers: Iterable[str] 
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def get(
-    host: str,
-    port: int,
-    authority: str,
+async def call(
+    target: Target,
+    method: str,
     path: str,
     limit_bytes: int,
+    timeout_s: float,
+    body: bytes = b"",
     tls: ssl.SSLContext | None = None,
 ) -> HttpClient:
-    """GET ``path`` over a new connection; the closed client holds status and body.
+    """Send one request over a new connection; the closed client holds status and body.
 
-    Raises OSError if the connection fails, ResponseError otherwise. The caller sets a deadline.
+    ``tls`` replaces the context of ``target``. Raises OSError or UnicodeError if it cannot connect
+    or takes longer than ``timeout_s``, ResponseError if the answer is not HTTP or not complete.
     """
     client = HttpClient(limit_bytes)
-    await client.connect(host, port, tls)
     try:
-        await client.request(request_head("GET", path, authority, ("connection: close",)))
+        async with asyncio.timeout(timeout_s):
+            await client.connect_to(target, tls)
+            await client.request(target.head(method, path, len(body)) + body)
     finally:
         client.close()
     return client
@@ -173,6 +176,11 @@ class HttpClient(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, host, port, ssl=tls, server_hostname=server_name)
+
+    async def connect_to(self, target: Target, tls: ssl.SSLContext | None = None) -> None:
+        """Connect to ``target``; ``tls`` replaces its context. Raises OSError, UnicodeError."""
+        context = (tls or client_context(target.ca_path)) if target.tls else None
+        await self.connect(target.host, target.port, context)
 
     def close(self) -> None:
         """Close the connection; a request in flight fails as disconnected."""

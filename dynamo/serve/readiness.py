@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.errors import ConfigError
-from dynamo.http.client import ResponseError, get
+from dynamo.http.client import HttpClient, ResponseError, Target, call
 from dynamo.http.tls import unverified_context
 from dynamo.serve.graph.facts import FrontendAddress
 from dynamo.serve.graph.watchers import WatcherSpec
@@ -136,16 +136,21 @@ async def wait_until_ready(
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
+async def ask(
+    address: FrontendAddress, path: str, limit_bytes: int, timeout_s: float
+) -> HttpClient:
+    """GET ``path``, which needs no key, of a frontend of this machine; see ``http.client.call``."""
+    target = Target(address.reachable, address.port, address.tls)
+    return await call(target, "GET", path, limit_bytes, timeout_s, tls=unverified_context())
+
+
 async def probe(address: FrontendAddress) -> FrontendHealth | None:
     """Probe the frontend once; None while it does not answer or is not healthy."""
-    host, port, authority = address.reachable, address.port, address.authority
-    tls = unverified_context() if address.tls else None
     try:
-        async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
-            response = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES, tls)
-            if response.status != 200:
-                return None
-            health = msgspec.json.decode(response.body, type=_Health)
+        answer = await ask(address, "/health", _RESPONSE_LIMIT_BYTES, _RESPONSE_TIMEOUT_S)
+        if answer.status != 200:
+            return None
+        health = msgspec.json.decode(answer.body, type=_Health)
     except (OSError, TimeoutError, ResponseError, ValueError, RecursionError):
         return None
     return FrontendHealth(

@@ -14,7 +14,7 @@ from chaos_world import World
 from recording_client import Plan, RecordingClient
 from validator import Violation
 
-from dynamo.http.client import ResponseError, get
+from dynamo.http.client import ResponseError, Target, call
 
 __all__ = ["IN_FLIGHT", "cancel_latencies", "check_gauges", "count_lines", "tracebacks"]
 
@@ -92,8 +92,8 @@ def pages(world: World) -> Iterator[tuple[str, str, int]]:
 async def scrape(port: int) -> Samples:
     """Read a page of metrics; empty if there is none."""
     try:
-        async with asyncio.timeout(20):
-            client = await get("127.0.0.1", port, f"127.0.0.1:{port}", "/metrics", 1 << 24)
+        target = Target("127.0.0.1", port, False)
+        client = await call(target, "GET", "/metrics", 1 << 24, 20)
     except (OSError, ResponseError):
         return []
     samples = []

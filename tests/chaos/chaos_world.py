@@ -17,7 +17,7 @@ from history import Life
 from serving import ROOT, Serving
 from small_disk import FILLER
 
-from dynamo.http.client import ResponseError, Target, get
+from dynamo.http.client import ResponseError, Target, call
 
 __all__ = ["FATAL_SEED", "PROFILES", "World"]
 
@@ -260,10 +260,7 @@ class World:
     async def healthy(self) -> bool:
         """Whether a frontend answers that it serves the model."""
         try:
-            async with asyncio.timeout(0.5):
-                answer = await get(
-                    "127.0.0.1", self.port, self.target.authority, "/health", 1 << 20
-                )
+            answer = await call(self.target, "GET", "/health", 1 << 20, 0.5)
         except (OSError, ResponseError):
             return False
         return answer.status == 200 and b'"instances":[{' in answer.body

@@ -19,7 +19,7 @@ from dynamo import prometheus_names
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.health_check import HEALTH_CHECK_KEY, HealthCheckPayload, load_health_check_from_env
-from dynamo.http.client import get as http_get
+from dynamo.http.client import Target, call
 from dynamo.llm import WorkerType
 from dynamo.runtime import DistributedRuntime, dynamo_endpoint, dynamo_worker
 from dynamo.runtime.distributed import runtime as distributed
@@ -73,7 +73,7 @@ async def test_health_and_url_of_the_status_server(tmp_path: Path) -> None:
         if ready is not None:
             runtime.set_health_status(ready)
         host, _, port = url.removeprefix("http://").partition(":")
-        response = await http_get(host, int(port), f"{host}:{port}", "/health", 10_000)
+        response = await call(Target(host, int(port), False), "GET", "/health", 10_000, 10)
         statuses.append(response.status)
         response.close()
     assert statuses == [200, 503, 200]

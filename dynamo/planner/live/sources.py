@@ -15,8 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.errors import DynamoError
-from dynamo.http.client import ResponseError, get
-from dynamo.http.tls import unverified_context
+from dynamo.http.client import ResponseError
 from dynamo.planner.capacity.observation import Pull, Traffic, WorkerLoad
 from dynamo.planner.connector import READY, ScaledService
 from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
@@ -33,6 +32,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.graph.facts import FrontendAddress
+from dynamo.serve.readiness import ask
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
@@ -360,15 +360,11 @@ class FrontendPages:
 
 async def _page(address: FrontendAddress, prefix: str) -> FrontendPage | str:
     """Return the page, or why there is none."""
-    tls = unverified_context() if address.tls else None
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            found = await get(
-                address.reachable, address.port, address.authority, "/metrics", _PAGE_BYTES, tls
-            )
-        if found.status != 200:
-            return f"status {found.status}"
-        return read_page(bytes(found.body), prefix)
+        answer = await ask(address, "/metrics", _PAGE_BYTES, _TIMEOUT_S)
+        if answer.status != 200:
+            return f"status {answer.status}"
+        return read_page(bytes(answer.body), prefix)
     except TimeoutError:
         return f"no answer in {_TIMEOUT_S:g} s"
     except ConnectionRefusedError:

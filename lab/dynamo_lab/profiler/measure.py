@@ -29,7 +29,7 @@ from dynamo.bench.client import LoadConnection, refusal
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.client import HttpClient, ResponseError, Target, get, parse_url
+from dynamo.http.client import HttpClient, ResponseError, Target, call, parse_url
 from dynamo.observability.metrics_page import samples
 from dynamo.operations.steps.sleeping import open_engines
 from dynamo.runtime.process.tasks import Tasks
@@ -315,14 +315,7 @@ class WorkerProbe:
     async def _gauges(self, *names: str) -> list[float]:
         """Return the model's values of ``names`` on the frontend's metrics page, else 0."""
         try:
-            async with asyncio.timeout(_STALLED_S):
-                page = await get(
-                    self._target.host,
-                    self._target.port,
-                    self._target.authority,
-                    "/metrics",
-                    _PAGE_LIMIT_BYTES,
-                )
+            page = await call(self._target, "GET", "/metrics", _PAGE_LIMIT_BYTES, _STALLED_S)
         except (OSError, ResponseError) as error:
             raise MeasurementFailed(f"the frontend's metrics cannot be read: {error}") from None
         found = {

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo.http.client import HttpClient, ResponseError, cause, get, request_head
+from dynamo.http.client import HttpClient, ResponseError, Target, call, cause, request_head
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ def plain(body: bytes) -> bytes:
 )
 async def test_get(answer: bytes) -> None:
     async with asyncio.timeout(10), serving(answer) as port:
-        found = await get("127.0.0.1", port, "box", "/x", 5)
+        found = await call(Target("127.0.0.1", port, False), "GET", "/x", 5, 10)
     assert (found.status, bytes(found.body), found.usable) == (200, b"hello", False)
 
 
@@ -81,7 +81,7 @@ async def test_the_cause_of_a_failed_connection_is_that_of_the_system() -> None:
 async def test_failures(answer: bytes, reason: str) -> None:
     async with asyncio.timeout(10), serving(answer) as port:
         with pytest.raises(ResponseError, match=reason):
-            await get("127.0.0.1", port, "box", "/x", 5)
+            await call(Target("127.0.0.1", port, False), "GET", "/x", 5, 10)
 
 
 async def test_a_connection_is_closed_when_its_answer_is_too_large() -> None:
@@ -110,7 +110,7 @@ async def test_a_connection_is_kept_until_bytes_arrive_that_were_not_requested()
 
 async def test_a_closed_connection_keeps_nothing_of_the_last_response() -> None:
     async with asyncio.timeout(10), serving(plain(b"one")) as port:
-        client = await get("127.0.0.1", port, "box", "/", 100)
+        client = await call(Target("127.0.0.1", port, False), "GET", "/", 100, 10)
         with pytest.raises(ResponseError, match="disconnected"):
             await client.request(request_head("GET", "/", "box"))
         assert (client.status, bytes(client.body)) == (0, b"")
@@ -123,7 +123,7 @@ async def test_a_closed_connection_is_freed_without_a_collection() -> None:
     gc.disable()
     try:
         async with asyncio.timeout(60), serving(plain(b"hello")) as port:
-            found = await get("127.0.0.1", port, "box", "/x", 5)
+            found = await call(Target("127.0.0.1", port, False), "GET", "/x", 5, 10)
             gone = weakref.ref(found)
             del found
             while gone() is not None:  # noqa: ASYNC110 - the loop closes the socket
