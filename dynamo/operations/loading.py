@@ -52,7 +52,7 @@ class ModelLoad:
         self._access = access
         self._engines = engines
         self._services = services
-        self._starts = {one.name: WorkerStart(access, one.name) for one in services}
+        self._starts = {service.name: WorkerStart(access, service.name) for service in services}
         self._statuses: Mapping[str, str] = {}
 
     async def prepare(self) -> list[ServiceLoad]:
@@ -65,6 +65,7 @@ class ModelLoad:
         self._statuses = await access.statuses()
         for service, entry in self._pools(access.document()):
             if entry is None and not self._entry_to_use(access.document(), service):
+                # Before the lock is held: it asks the driver, and may wait for sleepers to exit.
                 await self._starts[service.name].find_room()
         loads: list[ServiceLoad] = []
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
@@ -75,7 +76,7 @@ class ModelLoad:
                 f"it is served already, by {', '.join(serving)}; workers of the graph that were "
                 "drained start with: dynamo reload; an idle time begins again"
             )
-        access.active.update(one.name for one in loads if not one.followed)
+        access.active.update(load.name for load in loads if not load.followed)
         return loads
 
     def _reserve(self, document: Document) -> list[ServiceLoad]:
@@ -108,20 +109,21 @@ class ModelLoad:
         For a pool without one, return the service of the worker to come.
         """
         now = read_services(document)
-        services = [now.get(one.name, one) for one in self._services]
-        found: list[tuple[ServiceEntries, Entry | None]] = []
+        services = [now.get(before.name, before) for before in self._services]
+        workers: list[tuple[ServiceEntries, Entry | None]] = []
         for is_prefill in (True, False):
-            pool = [one for one in services if one.is_prefill == is_prefill]
+            pool = [candidate for candidate in services if candidate.is_prefill == is_prefill]
             awake = [
                 ServiceWorker(service, entry)
                 for service in pool
                 for entry in service.entries
                 if self._is_awake(entry)
             ]
+            # False comes first: a worker that serves.
             awake.sort(key=lambda worker: not serves(self._access, worker.entry))
             if pool:
-                found.append(awake[0] if awake else (pool[0], None))
-        return found
+                workers.append(awake[0] if awake else (pool[0], None))
+        return workers
 
     def _entry_to_use(self, document: Document, service: ServiceEntries) -> Entry | None:
         """Return a worker to start again or to wake, if there is one."""
@@ -216,7 +218,7 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
             statuses = await access.circus.statuses()
         except CircusBusy:
             return False
-        pending = [one for one in _entries(access, names) if access.model(one) is None]
+        pending = [worker for worker in _entries(access, names) if access.model(worker) is None]
         for entry in pending:
             if statuses.get(entry.name, STOPPED) == STOPPED:
                 why = access.why_stopped(entry.name)
@@ -254,16 +256,17 @@ async def _start_again(access: LocalAccess, name: str) -> None:
         await wait_until_served(access, [name])
     finally:
         access.active.discard(name)
+        # After a failure, too: the worker stays as the arbiter left it, for the next command.
         access.statefile.update(lambda document: release(document, name))
 
 
 def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     """Return the entries of workers. Raises ActionFailed for one that is removed."""
-    found = {entry.name: entry for entry in access.entries()}
+    entries = {entry.name: entry for entry in access.entries()}
     for name in names:
-        if name not in found or found[name].draining:
-            owner = found[name].reserved_by if name in found else None
+        if name not in entries or entries[name].draining:
+            owner = entries[name].reserved_by if name in entries else None
             undone = owner is not None and owner.operation == LOAD
-            cause = "given up" if undone else "drained" if name in found else "removed"
+            cause = "given up" if undone else "drained" if name in entries else "removed"
             raise ActionFailed(f"{name} was {cause} before it served{access.last_output(name)}")
-    return [found[name] for name in names]
+    return [entries[name] for name in names]

@@ -93,24 +93,25 @@ class BoxActions:
         async with self._open() as access:
             document = access.document()
             chosen = named_processes(document, name, await access.statuses(), access.model)
-            found = restartable(chosen, self._active)
-            names = [one.name for one in found]
+            targets = restartable(chosen, self._active)
+            names = [target.name for target in targets]
             yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
             circus = CircusEndpoint(document.circus_endpoint)
             try:
                 await retried(lambda: circus.roll(names, partial(_is_alive, access)))
             finally:
                 circus.close()
-            await wait_until_served(access, [one.name for one in found if one.owner])
+            await wait_until_served(access, [target.name for target in targets if target.owner])
         yield f"{_joined(names)}: restarted"
 
     async def drain(self, name: str) -> Steps:
         """Let workers finish their requests and exit; their GPUs are free then."""
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
-            found = await _find(access, name)
+            named = await _find(access, name)
             workers = [
                 worker
-                for worker in found
+                for worker in named
+                # A drain whose command has exited is carried on.
                 if not worker.entry.draining or not is_reserved(worker.entry, self._active)
             ]
             if not workers:
@@ -128,11 +129,11 @@ class BoxActions:
         """Let workers finish their requests and free the memory of their GPUs."""
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
-            found = await _find(access, name)
+            named = await _find(access, name)
             # An engine goes on with an interrupted wake, and sleeps after it.
             workers = [
                 worker
-                for worker in found
+                for worker in named
                 if not worker.entry.asleep or interrupted(worker.entry, access.active) == WAKE
             ]
             if not workers:
@@ -148,10 +149,10 @@ class BoxActions:
         """Restore the memory of workers that sleep; they serve again."""
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
-            found = await _find(access, name)
+            named = await _find(access, name)
             workers = [
                 worker
-                for worker in found
+                for worker in named
                 if worker.entry.asleep or interrupted(worker.entry, access.active) == SLEEP
             ]
             if not workers:
@@ -177,8 +178,8 @@ class BoxActions:
             await check_sleepers(access, engines)
             services = find_model(access.document(), model, access.model, access.adapters)
             loads = await ModelLoad(access, engines, services).prepare()
-            yield f"loading {model}: " + ", ".join(one.text for one in loads)
-            await complete_all(one.work() for one in loads)
+            yield f"loading {model}: " + ", ".join(load.text for load in loads)
+            await complete_all(load.work() for load in loads)
         yield f"{model}: loaded, ready for requests"
 
     async def unload(self, model: str) -> Steps:
@@ -315,6 +316,7 @@ class BoxControl:
                 raise Overloaded(f"{_RUNNING} actions run already; wait for the end of one")
             work = asyncio.run_coroutine_threadsafe(self._run(action, begun), self._thread())
             self._running.add(work)
+        # Outside the lock: if the work has ended, this calls _ended(), which takes it, at once.
         work.add_done_callback(self._ended)
         return begun.result()
 

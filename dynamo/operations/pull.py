@@ -46,10 +46,12 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     source = _gguf_source(model.source) if model.kind == "gguf-repository" else model.source
     repository = "/".join(source.removeprefix("hf://").split("/")[:2])
     empty_parts(repository)
+    # Older files were compared when they were downloaded.
     begin_s = 0.0 if verify else time.time()
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent
     checked = check_blobs(snapshot, begin_s)
+    # Only now: until here their names say that the model is incomplete.
     empty_parts(repository, delete=True)
     match = counted(checked, "file matches its checksum", "files match their checksums")
     note = match if checked else "it was complete"
@@ -75,14 +77,18 @@ def find_on_hub(text: str) -> list[HubHit]:
             "models on disk are listed"
         )
     try:
-        found = search_hub(words, _HITS)
+        models = search_hub(words, _HITS)
     except Exception as error:  # of the Hub's library and of its HTTP library
         reason = str(error).partition("\n")[0]
         raise Unavailable(
             f"Hugging Face cannot be asked at {constants.ENDPOINT}: {reason:.200}; models on disk "
             "are listed"
         ) from error
-    return [_hit(one) for one in found if isinstance(one.id, str) and len(one.id) <= _ID_CHARACTERS]
+    return [
+        _hit(model)
+        for model in models
+        if isinstance(model.id, str) and len(model.id) <= _ID_CHARACTERS
+    ]
 
 
 def _hit(model: Any) -> HubHit:

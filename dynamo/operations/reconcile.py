@@ -60,7 +60,7 @@ async def reconcile(
     await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
     document = access.document()
     services = read_services(document)
-    found: list[str] = []
+    repairs: list[str] = []
     removals: list[ServiceWorker] = []
     try:
         for service in services.values():
@@ -71,22 +71,22 @@ async def reconcile(
                 if entry.draining and (status is not None or entry.pids):
                     removals.append(ServiceWorker(service, entry))
                 elif status is None:
-                    found += await _without_watcher(access, service, entry, dry_run)
+                    repairs += await _without_watcher(access, service, entry, dry_run)
                 else:
-                    found += await _with_watcher(access, entry, status, dry_run)
+                    repairs += await _with_watcher(access, entry, status, dry_run)
         removals = [w for w in removals if finish_removals or not w.entry.pids]
-        found += [f"{entry.name}: finished its removal" for _, entry in removals]
+        repairs += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):
-            found += await _add_entry(access, services, name, dry_run)
-        found += _reclaim(access, services, dry_run)
+            repairs += await _add_entry(access, services, name, dry_run)
+        repairs += _reclaim(access, services, dry_run)
         if not dry_run:
             await _finish(access, removals)
     except CircusError as error:
         access.needs_repair = True
         raise ActionFailed(f"repaired in part: {error.message}") from error
-    for sentence in found:
+    for sentence in repairs:
         log.warning("%s%s", "would repair: " if dry_run else "repaired: ", sentence)
-    return found
+    return repairs
 
 
 def _is_changed(access: LocalAccess, entry: Entry) -> bool:
@@ -99,8 +99,8 @@ def _reclaim(
     access: LocalAccess, services: Mapping[str, ServiceEntries], dry_run: bool
 ) -> list[str]:
     """Delete entries of interrupted starts in services that have left the graph."""
-    known = {entry.name for service in services.values() for entry in service.entries}
-    names = [name for name in reclaim(access.document()) if name not in known]
+    current = {entry.name for service in services.values() for entry in service.entries}
+    names = [name for name in reclaim(access.document()) if name not in current]
     if names and not dry_run:
         access.statefile.update(reclaim)
     return [f"{name}: deleted its entry; its start was interrupted" for name in names]
@@ -134,8 +134,8 @@ async def _without_watcher(
 
 
 def _is_empty(entry: Entry) -> bool:
-    held = entry.gpus or entry.draining or entry.reserved_by is not None
-    return not held and entry.lease is None
+    in_use = entry.gpus or entry.draining or entry.reserved_by is not None
+    return not in_use and entry.lease is None
 
 
 async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run: bool) -> list[str]:
@@ -144,22 +144,22 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
         if not dry_run and not await _remove_unstarted(access, entry):
             return []
         return [f"{entry.name}: removed its watcher, which was added and never started"]
-    found: list[str] = []
+    repairs: list[str] = []
     operation = (entry.reserved_by and entry.reserved_by.operation) or LOAD
     if operation in (SLEEP, WAKE) and entry.pids:
         return [f"{entry.name}: its {operation} was interrupted"] if dry_run else []  # done later
     if entry.reserved_by is not None:
-        found.append(f"{entry.name}: kept; the process of its {operation} has exited")
+        repairs.append(f"{entry.name}: kept; the process of its {operation} has exited")
     try:
         options = await retried(lambda: access.circus.options(entry.name))
     except NoSuchWatcher:
         return []  # removed since; the arbiter frees it
     if options.gpus != entry.gpus and not entry.pinned:
         has = ", ".join(options.gpus) or "none"
-        found.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
-    if found and not dry_run:
+        repairs.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
+    if repairs and not dry_run:
         access.statefile.update(lambda document: _correct(document, entry, options))
-    return found
+    return repairs
 
 
 async def _remove_unstarted(access: LocalAccess, entry: Entry) -> bool:
@@ -178,10 +178,10 @@ async def _remove_unstarted(access: LocalAccess, entry: Entry) -> bool:
         access.active.discard(entry.name)
 
 
-def _correct(document: Document, found: Entry, options: WatcherOptions) -> None:
-    """Correct the entry, unless another operation has begun on it since it was ``found``."""
-    entry = document.components.get(found.name)
-    if entry is None or entry.replacing is not None or entry.reserved_by != found.reserved_by:
+def _correct(document: Document, before: Entry, options: WatcherOptions) -> None:
+    """Correct the entry, unless another operation has begun on it since ``before``."""
+    entry = document.components.get(before.name)
+    if entry is None or entry.replacing is not None or entry.reserved_by != before.reserved_by:
         return
     if entry.reserved_by is not None and entry.asleep:
         entry.state = RUNNING  # it was being woken: its GPUs are its own until it is known
@@ -194,9 +194,9 @@ def _without_entry(
     services: Mapping[str, ServiceEntries], statuses: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield the watchers of scaled services that the statefile does not have."""
-    known = {entry.name for service in services.values() for entry in service.entries}
+    recorded = {entry.name for service in services.values() for entry in service.entries}
     for name in statuses:
-        if name not in known and _service_of(services, name) is not None:
+        if name not in recorded and _service_of(services, name) is not None:
             yield name
 
 

@@ -55,16 +55,16 @@ def stored_models(documents: Iterable[Document]) -> list[StoredModel]:
 
     Directories and files outside of the stores are found if a deployment serves them.
     """
-    found = [*_hub_models(), *_llama_models(), *_ollama_models()]
+    models = [*_hub_models(), *_llama_models(), *_ollama_models()]
     served = [(where, words) for document in documents for where, words in _services(document)]
-    rows = [_with_servers(model, served) for model in found]
-    paths = {model.path for model in found}
+    rows = [_with_servers(model, served) for model in models]
+    paths = {model.path for model in models}
     local: dict[Path, list[str]] = {}
     for where, words in served:
         for path in _paths(words, paths):
             local.setdefault(path, []).append(where)
     rows += [_local(path, where) for path, where in local.items()]
-    return sorted(rows, key=lambda one: one.name.lower())
+    return sorted(rows, key=lambda row: row.name.lower())
 
 
 def _hub_models() -> Iterator[StoredModel]:
@@ -81,7 +81,7 @@ def _hub_models() -> Iterator[StoredModel]:
         blobs = [*(path / "blobs").glob("*")]
         is_partial = any(file.suffix == ".incomplete" for file in blobs)
         repo = scanned.get(path)
-        files = [file for one in repo.revisions for file in one.files] if repo else []
+        files = [file for revision in repo.revisions for file in revision.files] if repo else []
         formats = {_FORMATS.get(Path(file.file_name).suffix) for file in files} - {None}
         yield StoredModel(
             name=path.name.removeprefix("models--").replace("--", "/", 1),
@@ -120,9 +120,9 @@ def _ollama_models() -> Iterator[StoredModel]:
         try:
             document = json.loads(path.read_bytes())
             layers = [document["config"], *document["layers"]]
-            blobs = {root / "blobs" / one["digest"].replace(":", "-") for one in layers}
-            sizes = sum(int(one["size"]) for one in layers)
-            weights = any(one.get("mediaType") == _WEIGHTS for one in layers)
+            blobs = {root / "blobs" / layer["digest"].replace(":", "-") for layer in layers}
+            sizes = sum(int(layer["size"]) for layer in layers)
+            weights = any(layer.get("mediaType") == _WEIGHTS for layer in layers)
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             continue  # not a manifest, or of another version
         prefix = "" if (host, owner) == _LIBRARY else f"{owner}/"
@@ -177,12 +177,14 @@ def _is_named(model: StoredModel, words: frozenset[str]) -> bool:
     return name in words or path in words or name.removesuffix(":latest") in words
 
 
-def _paths(words: Iterable[str], known: Iterable[Path]) -> Iterator[Path]:
-    """Yield the directories with weights and the GGUF files among ``words``, without the known."""
-    inside = tuple(known)
+def _paths(words: Iterable[str], listed: Iterable[Path]) -> Iterator[Path]:
+    """Yield the directories with weights and the GGUF files among ``words``, without ``listed``."""
+    inside = tuple(listed)
     for word in sorted(words):
         path = Path(word)
-        if not path.is_absolute() or any(path == one or one in path.parents for one in inside):
+        if not path.is_absolute() or any(
+            path == directory or directory in path.parents for directory in inside
+        ):
             continue
         is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
         if is_model:
@@ -190,7 +192,7 @@ def _paths(words: Iterable[str], known: Iterable[Path]) -> Iterator[Path]:
 
 
 def _local(path: Path, served_by: Iterable[str]) -> StoredModel:
-    files = [path] if path.is_file() else [one for one in path.iterdir() if one.is_file()]
+    files = [path] if path.is_file() else [child for child in path.iterdir() if child.is_file()]
     formats = {_FORMATS.get(file.suffix) for file in files} - {None}
     return StoredModel(
         name=str(path),
@@ -256,19 +258,20 @@ def users_of(path: Path) -> list[int]:
     """Return the processes that have ``path``, or a file in it, open, as far as we may see."""
     path = path.resolve()  # as the kernel shows it
     inside = f"{path}{os.sep}" if path.is_dir() else str(path)
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            names = [str(one.readlink()) for one in (process / "fd").iterdir()]
+            names = [str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()]
             lines = (process / "maps").read_text(errors="replace").splitlines()
+            # The sixth column of maps is a path: a mapped file needs no open descriptor.
             names += [line.split(maxsplit=5)[5] for line in lines if "/" in line]
             if any(name.startswith(inside) for name in names):
-                found.append(int(process.name))
-    return sorted(found)
+                pids.append(int(process.name))
+    return sorted(pids)
 
 
 def delete(model: StoredModel) -> None:
-    """Delete a model from its store, which is Ollama's own to do. Raises DynamoError, OSError."""
+    """Delete a model from its store; Ollama deletes its own. Raises DynamoError, OSError."""
     if model.store == OLLAMA:
         for _ in ask_ollama("DELETE", "/api/delete", model.name):
             pass
@@ -345,13 +348,14 @@ def _digest(blob: Path, name: str) -> str | None:
     kind = kinds.get(len(name))
     if kind is None or not _HEX.fullmatch(name):
         return None
-    found = hashlib.new(kind, usedforsecurity=False)
+    # An OpenSSL in FIPS mode refuses SHA-1 otherwise.
+    checksum = hashlib.new(kind, usedforsecurity=False)
     if kind == "sha1":
-        found.update(b"blob %d\0" % blob.stat().st_size)
+        checksum.update(b"blob %d\0" % blob.stat().st_size)
     with blob.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
-            found.update(piece)
-    return found.hexdigest()
+            checksum.update(piece)
+    return checksum.hexdigest()
 
 
 _ADDRESS = "127.0.0.1:11434"
@@ -362,15 +366,16 @@ _LINE_BYTES = 1 << 20
 
 def running_ollama() -> str | None:
     """Return the URL of an Ollama that answers here; None without one."""
-    given = environ().get("OLLAMA_HOST") or _ADDRESS
-    parts = urlsplit(given if "://" in given else f"//{given}")
+    address = environ().get("OLLAMA_HOST") or _ADDRESS
+    parts = urlsplit(address if "://" in address else f"//{address}")
     host = parts.hostname or "127.0.0.1"
+    # Ollama's server reads the variable, too: there it is the address to bind.
     host = "127.0.0.1" if host == "0.0.0.0" else host
     with contextlib.suppress(OSError, ValueError):
         port = parts.port or 11434
         with socket.create_connection((host, port), _CONNECT_S):
-            shown = f"[{host}]" if ":" in host else host
-            return f"{parts.scheme or 'http'}://{shown}:{port}"
+            bracketed = f"[{host}]" if ":" in host else host
+            return f"{parts.scheme or 'http'}://{bracketed}:{port}"
     return None
 
 
@@ -387,6 +392,7 @@ def ask_ollama(method: str, path: str, model: str) -> Iterator[dict[str, Any]]:
     try:
         connection.request(method, path, json.dumps({"model": model}).encode())
         with connection.getresponse() as answer:
+            # One byte above the limit shows that a line is too long.
             while line := answer.readline(_LINE_BYTES + 1):
                 if not line.strip():
                     continue

@@ -35,18 +35,19 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     """
     targets = _all_targets(document)
     namespace = document.namespace
-    chosen = [one for one in targets if one.name == name]
-    chosen = chosen or [one for one in targets if one.service == name]
-    chosen = chosen or [one for one in targets if one.name == f"{namespace}_{name}"]
+    # A watcher goes before a service, and both before a name without the namespace.
+    chosen = [target for target in targets if target.name == name]
+    chosen = chosen or [target for target in targets if target.service == name]
+    chosen = chosen or [target for target in targets if target.name == f"{namespace}_{name}"]
     if not chosen:
         wrong = f"no service or worker {name!r}" if name else "name a service or a worker"
         raise InvalidArgument(f"{wrong} in namespace {namespace!r}: {_listed(targets)}")
-    found = [one for one in chosen if one.entry.pids or one.name in watchers]
-    if not found:
-        model = next((one.owner.model for one in chosen if one.owner), "")
+    running = [target for target in chosen if target.entry.pids or target.name in watchers]
+    if not running:
+        model = next((target.owner.model for target in chosen if target.owner), "")
         how = f"start one with: dynamo load {as_argument(model)}" if model else "try: dynamo reload"
         raise InvalidArgument(f"{name} has no process now; {how}")
-    return found
+    return running
 
 
 def named_processes(
@@ -65,7 +66,11 @@ def named_processes(
             services = []
         if not services:
             raise
-    return [one for service in services for one in find_processes(document, service.name, watchers)]
+    return [
+        target
+        for service in services
+        for target in find_processes(document, service.name, watchers)
+    ]
 
 
 def find_workers(
@@ -78,12 +83,14 @@ def find_workers(
 
     Those of other programs than ours count once they have ``registered`` their model.
     """
-    found = named_processes(document, name, watchers, registered)
+    targets = named_processes(document, name, watchers, registered)
     workers = [
-        ServiceWorker(owner, one.entry) for one in found if (owner := _owner(one, registered))
+        ServiceWorker(owner, target.entry)
+        for target in targets
+        if (owner := _owner(target, registered))
     ]
     if not workers:
-        others = [one for one in _all_targets(document) if _owner(one, registered)]
+        others = [target for target in _all_targets(document) if _owner(target, registered)]
         raise InvalidArgument(
             f"{name} is not a worker that registers a model, so only dynamo restart applies to it; "
             f"the workers are {_listed(others)}"
@@ -148,19 +155,19 @@ def find_model(
 
 def restartable(targets: Iterable[ActionTarget], active: Collection[str]) -> list[ActionTarget]:
     """Return those that may be restarted now. Raises ActionFailed if there are none."""
-    found, problems = [], []
-    for one in targets:
-        if one.entry.asleep:
-            problems.append(f"{one.name} sleeps; wake it first with: dynamo wake {one.name}")
-        elif one.entry.draining:
-            problems.append(f"{one.name} is being drained and is not started again")
-        elif is_reserved(one.entry, active):
-            problems.append(f"{one.name} is being started or removed; wait for its end")
+    ready, problems = [], []
+    for target in targets:
+        if target.entry.asleep:
+            problems.append(f"{target.name} sleeps; wake it first with: dynamo wake {target.name}")
+        elif target.entry.draining:
+            problems.append(f"{target.name} is being drained and is not started again")
+        elif is_reserved(target.entry, active):
+            problems.append(f"{target.name} is being started or removed; wait for its end")
         else:
-            found.append(one)
-    if not found:
+            ready.append(target)
+    if not ready:
         raise ActionFailed("; ".join(problems))
-    return found
+    return ready
 
 
 def _all_targets(document: Document) -> list[ActionTarget]:
@@ -182,6 +189,9 @@ def _all_targets(document: Document) -> list[ActionTarget]:
 def _listed(targets: Iterable[ActionTarget]) -> str:
     """List services with their workers."""
     services: dict[str, list[str]] = {}
-    for one in targets:
-        services.setdefault(one.service, []).append(one.name)
-    return "; ".join(f"{name} ({', '.join(found)})" for name, found in services.items()) or "none"
+    for target in targets:
+        services.setdefault(target.service, []).append(target.name)
+    return (
+        "; ".join(f"{name} ({', '.join(watchers)})" for name, watchers in services.items())
+        or "none"
+    )

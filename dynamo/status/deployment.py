@@ -35,14 +35,15 @@ def chosen_runtime(namespace: str | None) -> RuntimeSettings:
     default = directory / f"{runtime.namespace}.json"
     if "DYN_NAMESPACE" in environ() or default.exists():
         return runtime
-    found = sorted(path.stem for path in directory.glob("*.json"))
-    if len(found) > 1:
-        found = [*_running(directory, found)] or found
-    if len(found) > 1:
+    names = sorted(path.stem for path in directory.glob("*.json"))
+    if len(names) > 1:
+        # A crash leaves a statefile: it counts only if no deployment runs.
+        names = [*_running(directory, names)] or names
+    if len(names) > 1:
         raise ConfigError(
-            f"several deployments exist; choose one with --namespace: {', '.join(found)}"
+            f"several deployments exist; choose one with --namespace: {', '.join(names)}"
         )
-    return replace(runtime, namespace=found[0]) if found else runtime
+    return replace(runtime, namespace=names[0]) if names else runtime
 
 
 def not_running(namespace: str) -> str:
@@ -62,7 +63,7 @@ def running_documents(runtime: RuntimeSettings) -> list[Document]:
     """Return the statefiles of all running deployments in the state directory of ``runtime``."""
     directory = state_path(runtime)
     names = sorted(path.stem for path in directory.glob("*.json"))
-    return [one for name in names if (one := _read_running(directory, name)) is not None]
+    return [document for name in names if (document := _read_running(directory, name)) is not None]
 
 
 def main_pid(document: Document) -> int:
@@ -124,6 +125,7 @@ def _answers(endpoint: str, timeout_s: float) -> bool:
         return True
     message = {"id": "0", "command": "numwatchers", "properties": {}}
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
+        # Else the end of the context waits until the arbiter takes the message.
         connection.linger = 0
         try:
             connection.connect(endpoint)

@@ -49,12 +49,12 @@ def devices_of(gpus: Sequence[GpuStatus]) -> list[Gpu]:
 
 def vram_by_worker(gpus: tuple[GpuStatus, ...]) -> dict[str, int]:
     """Return the GPU memory that the processes of each worker hold."""
-    found: dict[str, int] = {}
+    vram: dict[str, int] = {}
     for gpu in gpus:
         for holder in gpu.holders:
             if holder.worker:
-                found[holder.worker] = found.get(holder.worker, 0) + holder.used_bytes
-    return found
+                vram[holder.worker] = vram.get(holder.worker, 0) + holder.used_bytes
+    return vram
 
 
 @functools.cache
@@ -87,11 +87,12 @@ class _Device:
         milliwatts = self._read(nvml.nvmlDeviceGetPowerUsage, gpu)
         limit = self._read(nvml.nvmlDeviceGetEnforcedPowerLimit, gpu)
         uuid = str(self._read(nvml.nvmlDeviceGetUUID, gpu) or "")
-        known = next(
-            (one for one in assigned if names_gpu(one, self._index, uuid)), str(self._index)
+        gpu_id = next(
+            (candidate for candidate in assigned if names_gpu(candidate, self._index, uuid)),
+            str(self._index),
         )
         return GpuStatus(
-            gpu=known,
+            gpu=gpu_id,
             name=str(self._read(nvml.nvmlDeviceGetName, gpu) or ""),
             utilization=None if rates is None else rates.gpu / 100,
             used_bytes=None if memory is None else int(memory.used),
@@ -99,21 +100,22 @@ class _Device:
             watts=None if milliwatts is None else milliwatts / 1e3,
             limit_watts=None if limit is None else limit / 1e3,
             celsius=self._read(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU),
-            workers=assigned.get(known, ()),
+            workers=assigned.get(gpu_id, ()),
             holders=self._holders(leaders),
         )
 
     def _holders(self, leaders: Mapping[int, str]) -> tuple[GpuHolder, ...]:
-        nvml, found = self._nvml, dict[int, int]()
+        nvml, used_by_pid = self._nvml, dict[int, int]()
         for listing in (
             nvml.nvmlDeviceGetComputeRunningProcesses,
             nvml.nvmlDeviceGetGraphicsRunningProcesses,
         ):
             for row in self._read(listing, self._handle) or ():
-                found[row.pid] = int(row.usedGpuMemory or 0)
+                # A process may be in both lists: its memory counts once.
+                used_by_pid[row.pid] = int(row.usedGpuMemory or 0)
         return tuple(
             GpuHolder(pid=pid, used_bytes=used, name=_name(pid), worker=_worker(pid, leaders))
-            for pid, used in sorted(found.items())
+            for pid, used in sorted(used_by_pid.items())
         )
 
     def _read(self, call: Callable[..., _T], *args: Any) -> _T | None:

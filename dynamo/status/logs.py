@@ -65,8 +65,8 @@ def last_line(path: Path, since_s: float = 0.0) -> str:
 
 def progress_in(line: str) -> float | None:
     """Return the share (0 to 1) that a line about loading or downloading says; None if none."""
-    found = _PERCENT.search(line)
-    return int(found[1]) / 100 if found and _LOADING.search(line) else None
+    percent = _PERCENT.search(line)
+    return int(percent[1]) / 100 if percent and _LOADING.search(line) else None
 
 
 def select_watchers(directory: Path, namespace: str, name: str) -> list[str]:
@@ -75,14 +75,14 @@ def select_watchers(directory: Path, namespace: str, name: str) -> list[str]:
     ``name`` is a watcher, with or without the namespace, or a service. Raises InvalidArgument that
     lists them.
     """
-    found = sorted(
+    watchers = sorted(
         path.name.removesuffix(_SUFFIX) for path in directory.glob(f"{namespace}_*{_SUFFIX}")
     )
-    chosen = [one for one in found if matches(one, namespace, name)]
+    chosen = [watcher for watcher in watchers if matches(watcher, namespace, name)]
     if not chosen:
         raise InvalidArgument(
-            f"no log of {name!r} in {directory}; there are {', '.join(found)}"
-            if found
+            f"no log of {name!r} in {directory}; there are {', '.join(watchers)}"
+            if watchers
             else f"no logs in {directory}: no deployment of namespace {namespace!r} has run; name "
             "another one with --namespace"
         )
@@ -113,6 +113,7 @@ class LogReader:
     def last(self, count: int) -> list[LogLine]:
         """Return the last ``count`` lines of each watcher, merged by the times in them."""
         stamped = [_stamped(tail.watcher, tail.last(count)) for tail in self._followed()]
+        # By the time alone, so that lines without one stay behind those that they follow.
         return [(watcher, line) for _, watcher, line in heapq.merge(*stamped, key=lambda x: x[0])]
 
     def read(self) -> Iterator[LogLine]:
@@ -143,8 +144,8 @@ async def follow(directory: Path, read: Callable[[], Iterable[_T]]) -> AsyncGene
         inotify.add(directory, _MASK, lambda name, mask: changed.set())
         while True:
             changed.clear()  # before the files are read: a write during that counts
-            for found in read():
-                yield found
+            for item in read():
+                yield item
             with contextlib.suppress(TimeoutError):  # no event comes from a directory made again
                 async with asyncio.timeout(_AGAIN_S):
                     await changed.wait()
@@ -186,6 +187,7 @@ class LogTail:
             while data := self._file.read(_READ_BYTES):
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 yield from lines
+            # Else it was rotated: read to its end above, it is closed, and the new one follows.
             if self._is_current():
                 return
             self.close()
@@ -216,6 +218,7 @@ def _end_of(file: io.BufferedReader, count: int) -> bytes:
     """Return the end of ``file`` with its last ``count`` complete lines and what follows them."""
     end = start = file.seek(0, os.SEEK_END)
     data = b""
+    # One line end more than lines: it ends the line before the first of them.
     while start and data.count(b"\n") <= count:
         size = min(_STEP_BYTES, start)
         start = file.seek(start - size)
@@ -227,13 +230,13 @@ def _end_of(file: io.BufferedReader, count: int) -> bytes:
 
 def _stamped(watcher: str, lines: list[bytes]) -> list[tuple[bytes, str, bytes]]:
     """Return ``lines`` with their times; one without has that of the line before it."""
-    found = []
+    stamped = []
     time = b""
     for line in lines:
         match = _TIME.match(line)
         time = match[1] if match else time
-        found.append((time, watcher, line))
-    return found
+        stamped.append((time, watcher, line))
+    return stamped
 
 
 @dataclass(frozen=True)
@@ -290,9 +293,9 @@ def parse_since(text: str, now_s: float | None = None) -> float:
 
     Raises InvalidArgument.
     """
-    if found := _AGO.fullmatch(text):
+    if ago := _AGO.fullmatch(text):
         now_s = time.time() if now_s is None else now_s
-        return now_s - float(found[1]) * _UNITS_S[found[2]]
+        return now_s - float(ago[1]) * _UNITS_S[ago[2]]
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
@@ -321,7 +324,7 @@ def read_planner(run_directory: Path) -> PlannerReport | None:
 def planner_summary(report: PlannerReport, now_s: float | None = None) -> PlannerSummary:
     """Return the report as ``top`` shows it; ``now_s`` is Unix time."""
     now_s = time.time() if now_s is None else now_s
-    due = [one.next_at_s for one in report.models if one.next_at_s is not None]
+    due = [model.next_at_s for model in report.models if model.next_at_s is not None]
     waits = report.state == "paused" or not due
     # One that is past is being decided, or was missed: the next one that people can wait for.
     coming = [at_s for at_s in due if at_s > now_s]
@@ -329,5 +332,7 @@ def planner_summary(report: PlannerReport, now_s: float | None = None) -> Planne
         state=report.state,
         mode=report.mode,
         next_s=None if waits else min(coming, default=now_s) - now_s,
-        decisions=tuple(f"{one.model}: {one.waits_for or one.text}" for one in report.models),
+        decisions=tuple(
+            f"{model.model}: {model.waits_for or model.text}" for model in report.models
+        ),
     )

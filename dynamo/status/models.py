@@ -65,29 +65,31 @@ class BoxView:
 
     def rejected(self, worker: str) -> str:
         """Return why a frontend rejects the worker with this id; "" if none does."""
-        reports = (one.status for one in self.frontends if one.status)
-        return next((one.rejected[worker] for one in reports if worker in one.rejected), "")
+        reports = (frontend.status for frontend in self.frontends if frontend.status)
+        return next(
+            (report.rejected[worker] for report in reports if worker in report.rejected), ""
+        )
 
     def serves(self, model: str) -> bool:
         """Whether a frontend has a worker of ``model``."""
         return any(
-            one.model == model and one.workers
+            figures.model == model and figures.workers
             for frontend in self.frontends
-            for one in (frontend.status.models if frontend.status else ())
+            for figures in (frontend.status.models if frontend.status else ())
         )
 
 
 def worker_figures(seen: BoxView) -> dict[str, WorkerFigures]:
     """Return the figures of each worker, by its id."""
-    return _by_worker(one for model in _rows(seen) for one in model.workers)
+    return _by_worker(worker for model in _rows(seen) for worker in model.workers)
 
 
 def model_figures(seen: BoxView) -> dict[str, ModelFigures]:
     """Return the figures of each model, by its name; none if no frontend answered."""
-    found: dict[str, list[ModelFigures]] = {}
-    for one in _rows(seen):
-        found.setdefault(one.model, []).append(one)
-    return {model: _sum(rows) for model, rows in found.items()}
+    by_model: dict[str, list[ModelFigures]] = {}
+    for figures in _rows(seen):
+        by_model.setdefault(figures.model, []).append(figures)
+    return {model: _sum(rows) for model, rows in by_model.items()}
 
 
 def _rows(seen: BoxView) -> Iterable[ModelFigures]:
@@ -97,19 +99,19 @@ def _rows(seen: BoxView) -> Iterable[ModelFigures]:
 
 def _by_worker(rows: Iterable[WorkerFigures]) -> dict[str, WorkerFigures]:
     """Add the requests in flight; KV use is the same everywhere, or unknown to some."""
-    found: dict[str, WorkerFigures] = {}
-    for one in rows:
-        before = found.get(one.worker)
-        found[one.worker] = one if before is None else _merged(before, one)
-    return found
+    by_id: dict[str, WorkerFigures] = {}
+    for row in rows:
+        before = by_id.get(row.worker)
+        by_id[row.worker] = row if before is None else _merged(before, row)
+    return by_id
 
 
-def _merged(one: WorkerFigures, other: WorkerFigures) -> WorkerFigures:
+def _merged(first: WorkerFigures, other: WorkerFigures) -> WorkerFigures:
     return WorkerFigures(
-        worker=one.worker,
-        in_flight=one.in_flight + other.in_flight,
-        kv_use=largest((one.kv_use, other.kv_use)),
-        busy=one.busy or other.busy,
+        worker=first.worker,
+        in_flight=first.in_flight + other.in_flight,
+        kv_use=largest((first.kv_use, other.kv_use)),
+        busy=first.busy or other.busy,
     )
 
 
@@ -117,19 +119,21 @@ def _sum(rows: Sequence[ModelFigures]) -> ModelFigures:
     """Add counts and rates; quantiles are those of the slowest, the hit rate of the busiest."""
     if len(rows) == 1:
         return rows[0]
-    busiest = max(rows, key=lambda one: (one.hit_rate is not None, one.requests_per_s))
-    workers = _by_worker(one for row in rows for one in row.workers)
+    busiest = max(rows, key=lambda figures: (figures.hit_rate is not None, figures.requests_per_s))
+    workers = _by_worker(worker for row in rows for worker in row.workers)
     return ModelFigures(
         model=rows[0].model,
-        in_flight=sum(one.in_flight for one in rows),
-        queued=sum(one.queued for one in rows),
-        window_s=max(one.window_s for one in rows),
-        output_tokens_per_s=sum(one.output_tokens_per_s for one in rows),
-        requests_per_s=sum(one.requests_per_s for one in rows),
-        ttft_p50_s=largest(one.ttft_p50_s for one in rows),
-        ttft_p99_s=largest(one.ttft_p99_s for one in rows),
+        in_flight=sum(figures.in_flight for figures in rows),
+        queued=sum(figures.queued for figures in rows),
+        window_s=max(figures.window_s for figures in rows),
+        output_tokens_per_s=sum(figures.output_tokens_per_s for figures in rows),
+        requests_per_s=sum(figures.requests_per_s for figures in rows),
+        ttft_p50_s=largest(figures.ttft_p50_s for figures in rows),
+        ttft_p99_s=largest(figures.ttft_p99_s for figures in rows),
         hit_rate=busiest.hit_rate,
-        idle_s=min((one.idle_s for one in rows if one.idle_s is not None), default=None),
+        idle_s=min(
+            (figures.idle_s for figures in rows if figures.idle_s is not None), default=None
+        ),
         workers=tuple(workers.values()),
     )
 
@@ -162,11 +166,14 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
     for name in sorted(
         figures.keys() - models.keys()
     ):  # adapters, and further models of one server
-        shared = [by_id[one.worker] for one in figures[name].workers if one.worker in by_id]
+        shared = [by_id[row.worker] for row in figures[name].workers if row.worker in by_id]
         if shared:
             models[name] = shared
     wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
-    waits = {one.model: one.waits_for for one in (seen.planner.models if seen.planner else ())}
+    waits = {
+        planned.model: planned.waits_for
+        for planned in (seen.planner.models if seen.planner else ())
+    }
     return tuple(
         _model(
             name,
@@ -184,14 +191,14 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
 
 def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:
     """Return the name that a worker of ``service`` has registered, else the graph's."""
-    names = (one.model for one in workers if one.service == service and one.worker)
+    names = (worker.model for worker in workers if worker.service == service and worker.worker)
     return next(names, model)
 
 
 def _state(workers: Sequence[WorkerStatus], decoded: bool) -> str:
     """Return the state of a model; one that is ``decoded`` here needs more than prefill workers."""
-    states = {one.state for one in workers if not (decoded and one.pool == "prefill")}
-    return next((one for one in _ORDER if one in states), "zero")
+    states = {worker.state for worker in workers if not (decoded and worker.pool == "prefill")}
+    return next((state for state in _ORDER if state in states), "zero")
 
 
 def _model(
@@ -204,14 +211,14 @@ def _model(
     loads: Mapping[str, Sequence[LoadEffect]],
     waits: Mapping[str, str],
 ) -> ModelStatus:
-    failed = next((one for one in workers if one.state == "failed"), None)
-    first = failed or next((one for one in workers if one.state == state), None)
-    found = figures.get(name)
+    failed = next((worker for worker in workers if worker.state == "failed"), None)
+    first = failed or next((worker for worker in workers if worker.state == state), None)
+    own_figures = figures.get(name)
     told = first is not None and (failed is not None or state != "ready")
     vram = [worker.vram_bytes for worker in workers if worker.vram_bytes is not None]
-    progress = [one.progress for one in workers if one.progress is not None]
+    progress = [worker.progress for worker in workers if worker.progress is not None]
     cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
-    holds = any(one.state in ("ready", "loading") for one in workers)
+    holds = any(worker.state in ("ready", "loading") for worker in workers)
     if not workers and wanted.get(name):
         cause, remedy = "no worker runs", f"dynamo load {as_argument(name)}"
     if state == "zero" and waits.get(name):  # requests, for a first worker
@@ -224,10 +231,12 @@ def _model(
         progress=min(progress, default=None) if state == "loading" else None,
         cause=cause,
         remedy=remedy,
-        gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
+        gpus=tuple(
+            dict.fromkeys(gpu for worker in workers if _holds(worker) for gpu in worker.gpus)
+        ),
         vram_bytes=sum(vram) if vram else None,
-        idle_until_s=_idle_until_s(timeouts_s.get(name), found) if holds else None,
-        figures=found,
+        idle_until_s=_idle_until_s(timeouts_s.get(name), own_figures) if holds else None,
+        figures=own_figures,
         workers=tuple(worker.name for worker in workers),
         load=() if state in ("ready", "loading") else tuple(loads.get(name, ())),
     )
@@ -268,6 +277,8 @@ def _idle_until_s(
     if timeouts_s is None or figures is None or figures.idle_s is None or figures.in_flight:
         return None
     timeout_s, asked_s = timeouts_s
+    # Idle since the last request or load, whichever is later. A step of the clock may give a
+    # time below 0.
     return max(0.0, timeout_s - max(0.0, min(figures.idle_s, asked_s)))
 
 
@@ -275,14 +286,14 @@ def _wanted(seen: BoxView, workers: Sequence[WorkerStatus]) -> dict[str, int]:
     """Return the workers that the planner wants of each model; without one, those of the graph,
     and those that were added by hand."""
     planned = _planned(seen)
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for service in seen.deployment.services.values():
         model = _served_name(service.name, service.model, workers)
         number = planned.get((model, service.facts.pool))
         if number is None:
             number = max(service.facts.workers, _kept(service.name, workers))
-        found[model] = found.get(model, 0) + number
-    return found
+        totals[model] = totals.get(model, 0) + number
+    return totals
 
 
 def _planned(seen: BoxView) -> dict[tuple[str, str], int]:
@@ -299,4 +310,4 @@ def _planned(seen: BoxView) -> dict[tuple[str, str], int]:
 
 def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:
     leaving = ("draining", "asleep", "stopped")
-    return sum(one.service == service and one.state not in leaving for one in workers)
+    return sum(worker.service == service and worker.state not in leaving for worker in workers)

@@ -124,10 +124,10 @@ def _ask(frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | Non
 
 
 def _answered(name: str, url: str, status: int, body: bytes, api_key: str | None) -> FrontendView:
-    problem, found = "", None
+    problem, report = "", None
     if status == 200:
         try:
-            found = _decode(body)
+            report = _decode(body)
         except msgspec.MsgspecError as error:
             problem = f"its answer to /v1/status is not understood: {error}"
     elif status in (401, 403):
@@ -136,12 +136,12 @@ def _answered(name: str, url: str, status: int, body: bytes, api_key: str | None
     else:
         off = " (DYN_DISABLE_FRONTEND_ADMIN_API?)" if status == 404 else ""
         problem = f"figures are missing: {url}/v1/status answered {status}{off}"
-    return _seen(name, url, found, problem)
+    return _seen(name, url, report, problem)
 
 
-def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") -> FrontendView:
-    state = "draining" if found is not None and found.draining else "ready"
-    return FrontendView(name=name, url=url, state=state, status=found, problem=problem)
+def _seen(name: str, url: str, report: FrontendStatus | None, problem: str = "") -> FrontendView:
+    state = "draining" if report is not None and report.draining else "ready"
+    return FrontendView(name=name, url=url, state=state, status=report, problem=problem)
 
 
 def _get(
@@ -152,6 +152,7 @@ def _get(
 ) -> tuple[int, bytes]:
     """GET ``path``; return status and body. Raises OSError, ValueError."""
     lines = [f"GET {path} HTTP/1.1", f"host: {address.authority}", "connection: close"]
+    # Without TLS nothing proves who listens: the key is not for a program of another user.
     if key and tls is None and os.geteuid() not in listening_users(address.port):
         raise ValueError("another user listens there, so it gets no API key")
     if key:
@@ -261,9 +262,9 @@ class BoxReader:
             stopping=(self._run_dir / STOP_STAGE).exists(),
         )
         processes = worker_statuses(seen)
-        others = {one.name for one in entries if one.program in OTHER_PROGRAMS}
-        workers = tuple(one for one in processes if one.name not in others)
-        answers = [one.status for one in seen.frontends if one.status is not None]
+        others = {entry.name for entry in entries if entry.program in OTHER_PROGRAMS}
+        workers = tuple(process for process in processes if process.name not in others)
+        answers = [frontend.status for frontend in seen.frontends if frontend.status is not None]
         # A frontend asks often, on behalf of its page: it only looks.
         hang = "" if seen.stopping else hang_of(document, _PING_S if own is None else 0)
         problems = problems_of(processes, seen.frontends, seen.stopping, planner)
@@ -272,18 +273,18 @@ class BoxReader:
             state="running",
             at_s=seen.at_s,
             frontend=_frontend_state(seen.frontends, processes),
-            url=next((one.url for one in seen.frontends), ""),
-            ttft_p50_s=largest(one.ttft_p50_s for one in answers),
-            ttft_p99_s=largest(one.ttft_p99_s for one in answers),
+            url=next((frontend.url for frontend in seen.frontends), ""),
+            ttft_p50_s=largest(answer.ttft_p50_s for answer in answers),
+            ttft_p99_s=largest(answer.ttft_p99_s for answer in answers),
             models=model_statuses(seen, workers),
             workers=workers,
-            others=tuple(one for one in processes if one.name in others),
+            others=tuple(process for process in processes if process.name in others),
             gpus=seen.gpus,
             planner=None if planner is None else planner_summary(planner),
             requests=_requests(seen.frontends),
             problems=(hang, *problems) if hang else tuple(problems),
             hung=bool(hang),
-            records_content=any(one.records_content for one in answers),
+            records_content=any(answer.records_content for answer in answers),
         )
 
     def _stopped(self, problem: str) -> BoxStatus:
@@ -332,29 +333,34 @@ def process_uptimes(document: Document) -> dict[int, float]:
     """Return the recorded processes that live, with their age in seconds."""
     # Start ticks count from boot and go on while the machine is suspended, as this clock does.
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    found: dict[int, float] = {}
+    uptimes: dict[int, float] = {}
     for entry in document.components.values():
         for process in entry.processes:
             if process.pid and same_process(process.pid, process.start_ticks):
                 age_s = since_boot_s - process.start_ticks / _TICKS_PER_S
-                found[process.pid] = max(0.0, age_s)
-    return found
+                uptimes[process.pid] = max(0.0, age_s)
+    return uptimes
 
 
 def _frontend_state(
     frontends: tuple[FrontendView, ...], processes: tuple[WorkerStatus, ...]
 ) -> str:
-    loading = {one.name for one in processes if one.state == "loading"}
+    loading = {process.name for process in processes if process.state == "loading"}
     states = {
-        "loading" if one.state == "down" and one.name in loading else one.state for one in frontends
+        "loading" if frontend.state == "down" and frontend.name in loading else frontend.state
+        for frontend in frontends
     }
-    return next((one for one in ("ready", "draining", "loading", "down") if one in states), "none")
+    return next(
+        (state for state in ("ready", "draining", "loading", "down") if state in states), "none"
+    )
 
 
 def _requests(frontends: tuple[FrontendView, ...]) -> tuple[RequestRecord, ...]:
-    found = [record for one in frontends if one.status for record in one.status.requests]
-    found.sort(key=lambda record: -(record.received_at_s + record.duration_s))
-    return tuple(found[:_REQUESTS])
+    records = [
+        record for frontend in frontends if frontend.status for record in frontend.status.requests
+    ]
+    records.sort(key=lambda record: -(record.received_at_s + record.duration_s))
+    return tuple(records[:_REQUESTS])
 
 
 def problems_of(
@@ -366,20 +372,21 @@ def problems_of(
     """Return what is wrong, each with its remedy; of a deployment that stops, only that."""
     if stopping:  # what has exited by now has no remedy
         return ("the deployment stops: requests in flight finish, new ones are refused",)
-    found = [
-        f"{one.name} failed: {one.cause}. See: dynamo logs {one.name}; then: {one.remedy}"
-        for one in processes
-        if one.state == "failed"
+    problems = [
+        f"{process.name} failed: {process.cause}. See: dynamo logs {process.name}; then: "
+        f"{process.remedy}"
+        for process in processes
+        if process.state == "failed"
     ]
-    starting = {one.name for one in processes if one.state in ("failed", "loading")}
-    found += [
-        f"{one.name}: {one.problem}"
-        for one in frontends
-        if one.problem and one.name not in starting
+    starting = {process.name for process in processes if process.state in ("failed", "loading")}
+    problems += [
+        f"{frontend.name}: {frontend.problem}"
+        for frontend in frontends
+        if frontend.problem and frontend.name not in starting
     ]
-    found += [
-        f"planner, model {one.model}: {one.problem}. See: dynamo planner explain"
-        for one in (() if planner is None else planner.models)
-        if one.problem
+    problems += [
+        f"planner, model {model.model}: {model.problem}. See: dynamo planner explain"
+        for model in (() if planner is None else planner.models)
+        if model.problem
     ]
-    return tuple(found)
+    return tuple(problems)

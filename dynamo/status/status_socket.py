@@ -38,6 +38,7 @@ class StatusSocket:
     def __enter__(self) -> StatusSocket:
         """Listen. Without it ``dynamo ps`` is slower, so a failure is logged only."""
         try:
+            # A killed deployment leaves its socket, and bind() refuses a name that exists.
             self._path.unlink(missing_ok=True)
             with owner_only():
                 self._socket.bind(str(self._path))

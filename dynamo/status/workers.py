@@ -25,6 +25,7 @@ def worker_statuses(seen: BoxView) -> tuple[WorkerStatus, ...]:
     """
     figures, vram = worker_figures(seen), vram_by_worker(seen.gpus)
     entries = seen.deployment.document.components.values()
+    # Reversed, so that the first entry of a service is written last and stays.
     first = {entry.service: number for number, entry in reversed(list(enumerate(entries)))}
     ordered = sorted(entries, key=lambda entry: (first[entry.service], natural_order(entry.name)))
     processes = [_Process(seen, seen.deployment.workers[entry.name]) for entry in ordered]
@@ -64,7 +65,7 @@ class _Process:
         self.watcher = worker.watcher
         self.alive = worker.pids
         self.leased = bool(worker.registered)
-        self.silent = self.leased and all(one.silent for one in worker.registered)
+        self.silent = self.leased and all(process.silent for process in worker.registered)
         self.registered = next(iter(worker.serving), None)
 
     @property
@@ -123,34 +124,39 @@ class _Process:
             if self.registered is None:
                 return "loading"
             return "failed" if self._rejected() or self.silent else "ready"
-        known = any(frontend.status for frontend in self.seen.frontends)
+        answered = any(frontend.status for frontend in self.seen.frontends)
         model = self.service.model if self.service is not None else ""
-        return "ready" if self.seen.serves(model) or not known else "loading"
+        return "ready" if self.seen.serves(model) or not answered else "loading"
 
     def _frontend_state(self) -> str:
-        found = next((one for one in self.seen.frontends if one.name == self.entry.name), None)
-        if found is None or found.state != "down":
-            return found.state if found else "ready"
+        frontend = next(
+            (candidate for candidate in self.seen.frontends if candidate.name == self.entry.name),
+            None,
+        )
+        if frontend is None or frontend.state != "down":
+            return frontend.state if frontend else "ready"
         # It has a lease once it listens, and two processes while one replaces the other.
         return "failed" if self.leased and len(self.alive) == 1 else "loading"
 
     def _rejected(self) -> str:
         """Return why frontends give the registered worker no requests; "" if they do."""
-        found = self.registered
-        known = found is not None and found.worker_id is not None
-        return self.seen.rejected(f"{found.worker_id:x}") if found and known else ""
+        registered = self.registered
+        has_id = registered is not None and registered.worker_id is not None
+        return self.seen.rejected(f"{registered.worker_id:x}") if registered and has_id else ""
 
     def _agree(self) -> str:
         """Return the command that makes a rejected worker agree with others of its model."""
         model = self.registered.model if self.registered else None
         ids = [o.worker_id for o in self.seen.deployment.registered.values() if o.model == model]
-        if all(self.seen.rejected(f"{one:x}") for one in ids if one is not None):
+        if all(self.seen.rejected(f"{worker_id:x}") for worker_id in ids if worker_id is not None):
             return f"dynamo restart {self.entry.name}"  # there are no others: it is its files
         if self.service is not None and self.service.is_prefill:
             return "dynamo reload GRAPH  # with the model and flags of the decode workers"
         name = self.entry.service
-        others = (one for one in self.seen.deployment.services.values() if one.name != name)
-        if any(one.model == model for one in others):
+        others = (
+            service for service in self.seen.deployment.services.values() if service.name != name
+        )
+        if any(service.model == model for service in others):
             return f"dynamo reload GRAPH  # with another served-model-name of {name}"
         return f"dynamo restart {name}  # the others read the changed files, too"
 

@@ -346,8 +346,8 @@ OPERATIONS = (
     Mutant(
         "dry-run-repairs",
         "dynamo.operations.reconcile",
-        "    if found and not dry_run:\n        access.statefile.update(lambda document: _correct",
-        "    if found:\n        access.statefile.update(lambda document: _correct",
+        "    if repairs and not dry_run:\n        access.statefile.update(lambda document: _correct",
+        "    if repairs:\n        access.statefile.update(lambda document: _correct",
         ("unit/planner/test_sleeping_workers.py::test_a_dry_run_of_a_repair_changes_nothing",),
     ),
     Mutant(

@@ -69,10 +69,10 @@ async def without_room(
     """Return those of ``gpus`` that have too little free memory now, and log why."""
     if not share or not gpus:
         return frozenset()
-    found = crowded_gpus(gpus, share, await devices() or ())
-    for text in found.values():
+    crowded = crowded_gpus(gpus, share, await devices() or ())
+    for text in crowded.values():
         log.warning("%s", text)
-    return frozenset(found)
+    return frozenset(crowded)
 
 
 class FileRegistrations:
@@ -92,6 +92,7 @@ class FileRegistrations:
         try:
             for directory in (store / "leases", store / "v1/mdc"):
                 self._inotify.add(directory, _MASK, lambda name, mask: self._changed())
+            # The directory, not the file, which each write replaces by a rename.
             self._inotify.add(statefile.parent, Mask.MOVED_TO | Mask.ONLYDIR, self._on_state_dir)
         except OSError:
             self._inotify.close()
@@ -148,15 +149,16 @@ async def complete_all(work: Iterable[Awaitable[object]]) -> None:
     """Await all at once. Raises ActionFailed with all problems, when all have ended."""
     problems: list[str] = []
 
-    async def one(part: Awaitable[object]) -> None:
+    async def run(part: Awaitable[object]) -> None:
         try:
             await part
         except DynamoError as error:
+            # Collected: the first error would make the task group cancel the others.
             problems.append(error.message)
 
     async with asyncio.TaskGroup() as group:
         for part in work:
-            group.create_task(one(part))
+            group.create_task(run(part))
     if problems:
         raise ActionFailed("; ".join(problems))
 
@@ -262,10 +264,10 @@ class LocalAccess:
     def check_budget(self, document: Document, service: ServiceEntries) -> None:
         """Raise ActionFailed if one more worker of ``service`` is more than the budget has left."""
         scaled = [
-            one
-            for one in read_services(document).values()
-            if self.limits.scales(one.model)
-            or any(self.model(entry) == self.limits.model for entry in one.entries)
+            candidate
+            for candidate in read_services(document).values()
+            if self.limits.scales(candidate.model)
+            or any(self.model(entry) == self.limits.model for entry in candidate.entries)
         ]
         needed = self.limits.worker_gpus(service.gpus, service.is_prefill)
         try:
@@ -349,6 +351,7 @@ def _open_registrations(runtime: RuntimeSettings, statefile: Statefile) -> FileR
     try:
         return FileRegistrations(store_dir(runtime), statefile.path)
     except FileNotFoundError as error:
+        # Raises if the statefile is gone, too.
         read_deployment(statefile)
         raise StatefileError(
             f"the deployment in namespace {statefile.namespace!r} ended while this command began, "

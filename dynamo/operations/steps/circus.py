@@ -83,6 +83,7 @@ class CircusEndpoint:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
+        # Without lingering: an arbiter that has ended takes no more messages.
         self._context.destroy(linger=0)
 
     async def statuses(self) -> Mapping[str, str]:
@@ -108,11 +109,13 @@ class CircusEndpoint:
                 options={"env": dict(env)},
             )
         except CircusError as error:
+            # A repeated command, whose first reply came too late, has added it already.
             if "already exist" not in error.message:
                 raise
 
     async def start(self, name: str) -> None:
         """Start the processes of a watcher; do nothing if they run."""
+        # "simple": circus takes names for shell patterns by default.
         await self._call("start", name=name, match="simple")
 
     async def signal(self, name: str, signum: int) -> None:
@@ -176,6 +179,7 @@ class CircusEndpoint:
             socket.connect(self.endpoint)
             await socket.send(json.dumps(message).encode())
             left_ms = math.inf if is_running else self._timeout_ms
+            # In pieces: the end of the deployment is no event of the socket.
             while not await socket.poll(int(min(left_ms, _CHECK_MS))):
                 if not runs():
                     raise ended
@@ -243,24 +247,24 @@ def is_busy(reply: Mapping[str, Any]) -> bool:
 def read_statuses(reply: Mapping[str, Any]) -> dict[str, str]:
     """Return the status of each watcher. Raises CircusError if ``reply`` has none."""
     try:
-        found = dict(reply.get("statuses") or {})
+        statuses = dict(reply.get("statuses") or {})
     except (ValueError, TypeError) as error:
         raise CircusError(f"a reply that is not of circus: {error}") from error
-    return {str(name): str(status) for name, status in found.items()}
+    return {str(name): str(status) for name, status in statuses.items()}
 
 
 def read_options(reply: Mapping[str, Any]) -> WatcherOptions:
     """Return the options of a watcher. Raises CircusError if ``reply`` lacks some."""
     try:
-        found = reply["options"]
-        args = found.get("args") or ()
+        options = reply["options"]
+        args = options.get("args") or ()
         words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
-        gpus = str((found.get("env") or {}).get(_GPUS) or "")
+        gpus = str((options.get("env") or {}).get(_GPUS) or "")
         return WatcherOptions(
-            argv=(*shlex.split(found["cmd"]), *words),
+            argv=(*shlex.split(options["cmd"]), *words),
             gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
-            graceful_timeout_s=float(found["graceful_timeout"]),
-            numprocesses=int(found["numprocesses"]),
+            graceful_timeout_s=float(options["graceful_timeout"]),
+            numprocesses=int(options["numprocesses"]),
         )
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise CircusError(f"options that are not of circus: {error!r}") from error

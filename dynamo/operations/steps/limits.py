@@ -84,7 +84,7 @@ def budget_held(
     """
     total = 0.0
     for service in services:
-        each = limits.worker_gpus(service.gpus, service.is_prefill)
+        per_worker = limits.worker_gpus(service.gpus, service.is_prefill)
         for entry in service.entries:
             if entry.name in ledger.held:
                 total += ledger.amount(entry.name)
@@ -92,7 +92,7 @@ def budget_held(
                 continue  # nothing wakes it
             elif entry.pids or entry.reserved_by is not None:
                 # Each process of a watcher is a worker; `circusctl incr` adds some.
-                total += each * max(1, len(entry.pids))
+                total += per_worker * max(1, len(entry.pids))
     return total
 
 

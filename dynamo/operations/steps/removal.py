@@ -117,8 +117,8 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     await _drain(access, entry, is_prefill)
 
     async def ended() -> bool:
-        found = access.document().components.get(entry.name)
-        return found is None or not found.processes
+        current = access.document().components.get(entry.name)
+        return current is None or not current.processes
 
     async def exited() -> bool:
         return await has_exited(access, entry.name)
@@ -143,9 +143,9 @@ def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
 
     def change(document: Document) -> None:
         for name in names:
-            known = document.components.get(name)
+            before = document.components.get(name)
             # A wake-up that failed or was interrupted has taken its GPUs, and maybe their memory.
-            sleeps = known is not None and known.asleep and known.reserved_by is None
+            sleeps = before is not None and before.asleep and before.reserved_by is None
             reserve(document, name, DRAIN)
             entry = document.components[name]
             entry.holds_gpus = entry.holds_gpus and not sleeps
@@ -164,8 +164,8 @@ async def _decrease(access: LocalAccess, entry: Entry) -> None:
     await retried(lambda: access.circus.decrease(entry.name), limit_s)
 
     async def fewer() -> bool:
-        found = access.document().components.get(entry.name, Entry())
-        return len(found.processes) < len(entry.pids)
+        current = access.document().components.get(entry.name, Entry())
+        return len(current.processes) < len(entry.pids)
 
     if not await wait_until(fewer, access.registrations, limit_s):
         raise ActionFailed(f"{entry.name}: none of its processes exited in time")

@@ -109,7 +109,7 @@ class RemoteEngines:
             async with asyncio.timeout(timeout_s):
                 await client.wait_for_instances()
                 stream = await client.direct(command, record.instance_id, annotated=False)
-                answers = [one async for one in stream]
+                answers = [answer async for answer in stream]
         except TimeoutError:
             raise WorkerUnavailable(
                 f"worker {record.instance_id:x}: {command.route} took more than {timeout_s:g} s"
@@ -167,6 +167,7 @@ async def _sleep(access: LocalAccess, engines: RemoteEngines, name: str, lease: 
         access.statefile.update(partial(_fall_asleep, name=name))
         state = ASLEEP if await engines.is_sleeping(lease) else RUNNING
     except StatefileError:
+        # Not a refusal of the engine: whether it sleeps is found out by check_sleepers().
         raise
     except DynamoError as error:
         access.statefile.update(partial(_set_state, name=name, state=RUNNING))
@@ -200,8 +201,9 @@ async def wake_worker(
     """
 
     def take(document: Document) -> None:
-        known = document.components.get(entry.name)
-        if known is not None and known.reserved_by is None:  # else an interrupted wake holds them
+        current = document.components.get(entry.name)
+        # Else an interrupted wake holds its GPUs.
+        if current is not None and current.reserved_by is None:
             access.check_budget(document, service)
         _reserve_sleeper(document, entry.name)
 
@@ -233,7 +235,7 @@ async def finish_wake(
 
 async def check_sleepers(access: LocalAccess, engines: RemoteEngines) -> list[str]:
     """Make the statefile agree with the engines; return what was corrected."""
-    found = []
+    corrections = []
     for service in read_services(access.document()).values():
         for entry in service.entries:
             reserved = entry.name in access.active or is_reserved(entry, access.active)
@@ -245,11 +247,11 @@ async def check_sleepers(access: LocalAccess, engines: RemoteEngines) -> list[st
             if asleep is None or agrees:  # what was interrupted may still go on in the engine
                 continue
             if not asleep:
-                access.statefile.update(partial(_undo, found=entry))
+                access.statefile.update(partial(_undo, before=entry))
             elif not await put_to_sleep(access, engines, entry):  # reserved, as one that is awake
                 continue
-            found.append(f"{entry.name}: its state is {ASLEEP if asleep else RUNNING}")
-    return found
+            corrections.append(f"{entry.name}: its state is {ASLEEP if asleep else RUNNING}")
+    return corrections
 
 
 async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> list[str]:
@@ -257,7 +259,7 @@ async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> lis
 
     An engine goes on with a command whose caller has gone, and the same command again waits for it.
     """
-    found = []
+    finished = []
     for service in read_services(access.document()).values():
         for entry in service.entries:
             begun = interrupted(entry, access.active)
@@ -268,11 +270,11 @@ async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> lis
                     await sleep_worker(access, engines, entry)
                 else:
                     await wake_worker(access, engines, service, entry)
-                found.append(f"{entry.name}: finished its {begun}")
+                finished.append(f"{entry.name}: finished its {begun}")
             except ActionFailed as error:
-                access.statefile.update(partial(_undo, found=entry))
-                found.append(f"{entry.name}: undid its {begun}: {error.message}")
-    return found
+                access.statefile.update(partial(_undo, before=entry))
+                finished.append(f"{entry.name}: undid its {begun}: {error.message}")
+    return finished
 
 
 def interrupted(entry: Entry, active: Collection[str]) -> str:
@@ -334,10 +336,10 @@ def _set_state(document: Document, name: str, state: str) -> None:
         entry.state, entry.reserved_by = state, None
 
 
-def _undo(document: Document, found: Entry) -> None:
-    """Let a worker count as awake, unless another operation or process has come since ``found``."""
-    entry = document.components.get(found.name)
+def _undo(document: Document, before: Entry) -> None:
+    """Count a worker as awake, unless another operation or process came since ``before``."""
+    entry = document.components.get(before.name)
     if entry is None or entry.replacing is not None:
         return
-    if (entry.reserved_by, entry.pids) == (found.reserved_by, found.pids):
-        _set_state(document, found.name, RUNNING)
+    if (entry.reserved_by, entry.pids) == (before.reserved_by, before.pids):
+        _set_state(document, before.name, RUNNING)

@@ -68,6 +68,7 @@ class WorkerStart:
         for owner, entry in sleepers:
             log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
             await remove_entry(access, owner, entry)
+        # Their memory is free now: look again.
         if sleepers:
             self._avoid = await without_room(free, share, access.devices)
 
@@ -103,6 +104,7 @@ class WorkerStart:
         service = self._access.service(document, self._service)
         ledger = ledger_of(document)
         self._access.check_budget(document, service)
+        # An entry may be gone before its watcher, and before an action of this process has ended.
         taken = {*watchers, *self._access.active}
         self.name = next_name(document, self._service, taken)
         self._argv = service.template.argv
@@ -122,8 +124,10 @@ class WorkerStart:
 
     async def _start_unless_given_up(self, deadline_s: float) -> None:
         try:
+            # Without an end until give_up() sets one.
             async with asyncio.timeout(None) as scope:
                 self._scope = scope
+                # It was given up before there was a scope to end.
                 if self._given_up:
                     self.give_up(self._given_up)
                 await self._start(deadline_s)
@@ -150,7 +154,9 @@ class WorkerStart:
         """Whether the worker is registered. Raises ActionFailed if it will never be."""
         access = self._access
         service = access.service(access.document(), self._service)
-        entry = next((one for one in service.entries if one.name == self.name), None)
+        entry = next(
+            (candidate for candidate in service.entries if candidate.name == self.name), None
+        )
         if entry is not None and access.model(entry) is not None:
             return True
         try:
