@@ -181,10 +181,10 @@ class DecisionWriter(LoopObserver):
         """Add an event of what was changed; once, if each decision tries the same in vain."""
         changed = [pool for pool in record.pools if pool.delta]
         steps = tuple((pool.pool, pool.before, pool.wanted) for pool in changed)
-        known = self._postponed.pop(record.model, ())
+        postponed = self._postponed.pop(record.model, ())
         if record.outcome == "failed":
             self._postponed[record.model] = steps
-        if changed and (record.outcome != "failed" or steps != known):
+        if changed and (record.outcome != "failed" or steps != postponed):
             text = "; ".join(pool.text(with_figures=False) for pool in changed)
             self._events.add("scaled", record.model, text, model=record.model, by="planner")
 
@@ -221,6 +221,7 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
     try:
         with _signals(stop, loop):
             await runtime.start()
+            # In a cluster, where no lock of a file can exclude a second planner.
             if sharing is None and not settings.no_operation:
                 await _check_alone(runtime)
             await sources.start()
@@ -230,6 +231,7 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
             for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
                 served = runtime.tasks.spawn(serving, name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
+            # The loop runs beside the repair: frontends hold requests of announced models only.
             with loop.repairing():
                 work = runtime.tasks.spawn(loop.run(), name="planner")
                 work.add_done_callback(lambda _: stop.set())  # it failed

@@ -141,13 +141,13 @@ def with_config_file(argv: Sequence[str]) -> tuple[list[str], str]:
     ]
     if not values:
         return words, ""
-    where, given = _read(values[-1])
-    idle = sorted(key for key in given if _is_idle(key, given[key]))
+    where, options = _read(values[-1])
+    idle = sorted(key for key in options if _is_idle(key, options[key]))
     note = (
         f"{where}: no effect here: {', '.join(idle)}; docs/dynamo-flags.md has the reasons and "
         "what to use instead"
     )
-    active = {key: value for key, value in given.items() if key not in idle}
+    active = {key: value for key, value in options.items() if key not in idle}
     return [*_words(active, where), *words], note if idle else ""
 
 
@@ -181,10 +181,10 @@ def _is_idle(key: str, value: Any) -> bool:
     return key in IDLE_KEYS and not (key == "mode" and value in _own_modes())
 
 
-def _words(given: Mapping[str, Any], where: str) -> list[str]:
-    """Return the options in ``given`` as words of a command line."""
+def _words(values: Mapping[str, Any], where: str) -> list[str]:
+    """Return the options in ``values`` as words of a command line."""
     words = []
-    for name, value in _options(given, where).items():
+    for name, value in _options(values, where).items():
         if isinstance(value, list | dict):
             raise ConfigError(f"{where}: {name} must be a number, text, true or false")
         if isinstance(value, bool):
@@ -194,8 +194,9 @@ def _words(given: Mapping[str, Any], where: str) -> list[str]:
     return words
 
 
-def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values in ``given`` by our options. Raises ConfigError for unknown keys."""
+def _options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return ``values`` by our options. Raises ConfigError for unknown keys."""
+    # Without --config: a file cannot name another one.
     flags = {
         flag.removeprefix("--")
         for group in (PlannerSettings, RuntimeSettings)
@@ -204,9 +205,9 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     } - {"config"}
     options: dict[str, Any] = {}
     unknown = []
-    for key, value in given.items():
+    for key, value in values.items():
         if key == "optimization_target":
-            options["mode"] = _mode(value, given, where)
+            options["mode"] = _mode(value, values, where)
         elif key.replace("_", "-") in flags and key not in RENAMED_KEYS:
             options[key.replace("_", "-")] = value
         elif key not in (*RENAMED_KEYS, "enable_load_scaling"):
@@ -218,7 +219,7 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             "options)"
         )
     return options | {
-        name: _value(key, given[key], where) for key, name in RENAMED_KEYS.items() if key in given
+        name: _value(key, values[key], where) for key, name in RENAMED_KEYS.items() if key in values
     }
 
 
@@ -250,11 +251,11 @@ def _own_modes() -> tuple[str, ...]:
     return choices
 
 
-def _mode(target: Any, given: Mapping[str, Any], where: str) -> str:
+def _mode(target: Any, values: Mapping[str, Any], where: str) -> str:
     """Return the mode of an optimization_target; sla beside a reaction to load is load+sla."""
     if not isinstance(target, str) or target not in _MODES:
         raise ConfigError(
             f"{where}: optimization_target must be one of {', '.join(_MODES)}, got {target!r}"
         )
     mode = _MODES[target]
-    return "load+sla" if mode == "sla" and given.get("enable_load_scaling") is True else mode
+    return "load+sla" if mode == "sla" and values.get("enable_load_scaling") is True else mode

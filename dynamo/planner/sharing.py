@@ -179,6 +179,7 @@ class Sharing:
 def share(models: Sequence[SharedModel], limits: SharingLimits) -> Sharing:
     """Decide for all models together. Never more GPUs than ``limits.gpus``."""
     round_ = _Round(models, limits)
+    # In this order: idle models free GPUs, claims take them, and growth gets what is left.
     for model in models:
         round_.drop_idle(model)
     for model in sorted(models, key=round_.rank):
@@ -196,9 +197,9 @@ class _Gpus:
 
     def __init__(self, services: Sequence[SharedService], limits: SharingLimits) -> None:
         self.free = limits.gpus - sum(service.held for service in services)
-        self._leaving = sum(one.draining * one.gpus_per_worker for one in services)
+        self._leaving = sum(service.draining * service.gpus_per_worker for service in services)
         self._room = limits.room
-        self._taken = [one.assigned for one in services for _ in range(one.unplaced)]
+        self._taken = [service.assigned for service in services for _ in range(service.unplaced)]
         self._exiting = [name for service in services for name in service.leaving]
         self._given_up = Counter[str]()
 
@@ -209,8 +210,11 @@ class _Gpus:
         """
         free, without = self.free, []
         if sources is not None:
-            free += self._leaving + sum(one.gpus_per_worker for one in sources)
-            without = [*self._exiting, *self._next(Counter(one.name for one in sources), sources)]
+            free += self._leaving + sum(source.gpus_per_worker for source in sources)
+            without = [
+                *self._exiting,
+                *self._next(Counter(source.name for source in sources), sources),
+            ]
         return fits(free, service.gpus_per_worker) and self._count(service, without) > 0
 
     def take(self, service: SharedService) -> None:
@@ -235,7 +239,7 @@ class _Gpus:
 
     def spare(self, services: Sequence[SharedService]) -> float:
         """Return the free GPUs that workers of ``services`` can use."""
-        usable = max(self._count(one, ()) * one.gpus_per_worker for one in services)
+        usable = max(self._count(service, ()) * service.gpus_per_worker for service in services)
         return max(0.0, min(self.free, usable))
 
     def _count(self, service: SharedService, without: Collection[str]) -> float:
@@ -247,7 +251,8 @@ class _Gpus:
     def _next(self, counts: Mapping[str, int], services: Iterable[SharedService]) -> list[str]:
         """Return the names of the next workers to be removed, so many of each service."""
         names: list[str] = []
-        for service in {one.name: one for one in services}.values():
+        for service in {service.name: service for service in services}.values():
+            # Those before it were given up earlier in this round.
             first = self._given_up[service.name]
             names += service.serving[first : first + counts[service.name]]
         return names
@@ -277,7 +282,7 @@ class _Round:
             limit_s = self._limits.idle_timeout_s
         # An operator may load or wake it without requests: the time starts when it serves.
         idle = model.has_been_idle(limit_s) and model.newest_s >= limit_s
-        if idle and not any(one.starting for one in model.services):
+        if idle and not any(service.starting for service in model.services):
             for service in model.services:
                 if service.workers > service.minimum:
                     self._give_up(service, service.minimum, f"no requests for {limit_s:g} s")
@@ -333,17 +338,19 @@ class _Round:
             if self._workers[service.name] != service.workers
         ]
         limits = {
-            model.name: sum(one.held for one in model.services)
+            model.name: sum(service.held for service in model.services)
             + self._gpus.spare(model.services)
-            + sum(one.gpus_per_worker for one, _ in self._spare_of_others(model))
+            + sum(service.gpus_per_worker for service, _ in self._spare_of_others(model))
             for model in self._models
         }
         return Sharing(changes=changes, limits=limits)
 
     def _take_turn(self, model: SharedModel, late: bool) -> None:
         """Have all models that exclude ``model`` give up their workers, if each of them may."""
-        others = [one for one in self._models if model.excludes(one) and self._workers_of(one)]
-        if not all(self._may_leave(one, model, late) for one in others):
+        others = [
+            other for other in self._models if model.excludes(other) and self._workers_of(other)
+        ]
+        if not all(self._may_leave(other, model, late) for other in others):
             return
         for other in others:
             for service in other.services:
@@ -388,6 +395,7 @@ class _Round:
         """
         if model.abandoned:
             return True
+        # The less a load costs, the sooner a model may give way.
         load_s = math.inf if model.load_s is None else model.load_s
         return model.has_been_idle(min(self._limits.yield_idle_s, load_s / _YIELD_SHARE))
 
@@ -401,25 +409,25 @@ class _Round:
         """
         chosen: list[_SourceWorker] = []
         rest = list(sources)
-        while not self._gpus.have(service, [one for one, _ in chosen]):
+        while not self._gpus.have(service, [giver for giver, _ in chosen]):
             if not rest:
                 return False
             chosen.append(rest.pop(0))
         for source in list(chosen):  # that is not needed beside those after it
-            others = [one for one in chosen if one is not source]
-            if self._gpus.have(service, [one for one, _ in others]):
+            others = [pair for pair in chosen if pair is not source]
+            if self._gpus.have(service, [giver for giver, _ in others]):
                 chosen = others
-        for one, rule in chosen:
-            self._give_up(one, self._workers[one.name] - 1, rule)
+        for giver, rule in chosen:
+            self._give_up(giver, self._workers[giver.name] - 1, rule)
         return True
 
     def _spare_of_others(self, model: SharedModel) -> list[tuple[SharedService, str]]:
         """The workers that a busy model may have of others: of idle ones, and surplus ones."""
         idle = [
             pair
-            for one in self._others(model)
-            if self._is_idle(one) and one.priority <= model.priority and not one.abandoned
-            for pair in self._above(one, 0, f"idle, and {model.name} needs a worker")
+            for other in self._others(model)
+            if self._is_idle(other) and other.priority <= model.priority and not other.abandoned
+            for pair in self._above(other, 0, f"idle, and {model.name} needs a worker")
         ]
         return [*idle, *self._surplus(model, late=False, below=True)]
 
@@ -431,49 +439,50 @@ class _Round:
 
     def _idle(self, model: SharedModel) -> Iterator[tuple[SharedService, str]]:
         """Workers of idle models: of abandoned loads, then of the longest idle one."""
-        idle = [one for one in self._others(model) if self._yields(one)]
-        for one in sorted(idle, key=lambda other: (not other.abandoned, -(other.idle_s or 0.0))):
-            yield from self._above(one, 0, f"idle, and requests of {model.name} wait")
+        idle = [other for other in self._others(model) if self._yields(other)]
+        for other in sorted(idle, key=lambda other: (not other.abandoned, -(other.idle_s or 0.0))):
+            yield from self._above(other, 0, f"idle, and requests of {model.name} wait")
 
     def _surplus(
         self, model: SharedModel, late: bool, below: bool = False
     ) -> Iterator[tuple[SharedService, str]]:
         """Workers of busy models beyond the first; ``below``: of lower priorities only."""
-        for one in self._busy(model):
-            lower = one.priority < model.priority
-            if lower or (not below and (late or one.priority == model.priority)):
-                yield from self._above(one, 1, f"{model.name} needs a worker")
+        for other in self._busy(model):
+            lower = other.priority < model.priority
+            if lower or (not below and (late or other.priority == model.priority)):
+                yield from self._above(other, 1, f"{model.name} needs a worker")
 
     def _last(self, model: SharedModel, late: bool) -> Iterator[tuple[SharedService, str]]:
         """The last worker of busy models that have had their turn."""
-        for one in self._busy(model):
-            if self._has_served(one, model, late):
+        for other in self._busy(model):
+            if self._has_served(other, model, late):
                 rule = f"requests of {model.name} wait, and its own were served for"
-                for service in one.services:
+                for service in other.services:
+                    # Its first worker alone: _surplus() offers the others.
                     if min(self._workers[service.name], 1) > service.minimum:
-                        yield service, f"{rule} {one.serving_s:.0f} s"
+                        yield service, f"{rule} {other.serving_s:.0f} s"
 
-    def _has_served(self, one: SharedModel, model: SharedModel, late: bool) -> bool:
-        """Whether busy ``one`` has had its turn, and that of ``model`` is now."""
+    def _has_served(self, other: SharedModel, model: SharedModel, late: bool) -> bool:
+        """Whether busy ``other`` has had its turn, and that of ``model`` is now."""
         limits = self._limits
-        if not late and (one.priority > model.priority or one.waiting):
+        if not late and (other.priority > model.priority or other.waiting):
             return False
-        if one.serving_s >= limits.residency_s:
+        if other.serving_s >= limits.residency_s:
             return True
-        if one.load_s is None or model.load_s is None:
+        if other.load_s is None or model.load_s is None:
             return False
-        return one.serving_s >= one.load_s and model.oldest_s >= model.load_s
+        return other.serving_s >= other.load_s and model.oldest_s >= model.load_s
 
     def _busy(self, model: SharedModel) -> list[SharedModel]:
         """The others that are not idle; lowest priority first, then the longest serving."""
-        busy = [one for one in self._others(model) if not self._yields(one)]
-        return sorted(busy, key=lambda one: (one.priority, -one.serving_s))
+        busy = [other for other in self._others(model) if not self._yields(other)]
+        return sorted(busy, key=lambda other: (other.priority, -other.serving_s))
 
     def _others(self, model: SharedModel) -> Iterator[SharedModel]:
-        for one in self._models:
-            starting = any(service.starting for service in one.services)
-            if one is not model and not one.is_cold and (one.abandoned or not starting):
-                yield one
+        for other in self._models:
+            starting = any(service.starting for service in other.services)
+            if other is not model and not other.is_cold and (other.abandoned or not starting):
+                yield other
 
     def _above(
         self, model: SharedModel, kept: int, rule: str

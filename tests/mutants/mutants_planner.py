@@ -31,8 +31,8 @@ PLANNER = (
     Mutant(
         "rotation-before-its-time-in-service",
         "dynamo.planner.sharing",
-        "return one.serving_s >= one.load_s and model.oldest_s >= model.load_s",
-        "return one.serving_s >= one.load_s",
+        "return other.serving_s >= other.load_s and model.oldest_s >= model.load_s",
+        "return other.serving_s >= other.load_s",
         ("unit/planner/test_sharing.py::test_a_load_is_not_wasted",),
     ),
     Mutant(

@@ -144,7 +144,7 @@ def _arrays(path: Path, names: tuple[str, ...]) -> list[Curve]:
     """Return the arrays ``names`` of one archive: not empty, all of one length."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found = [np.asarray(archive[name], dtype=float).ravel() for name in names]
+            arrays = [np.asarray(archive[name], dtype=float).ravel() for name in names]
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]}; write it again: dynamo profile") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -152,14 +152,14 @@ def _arrays(path: Path, names: tuple[str, ...]) -> list[Curve]:
             f"--profile-results-dir: {path} cannot be read ({error}); "
             "write it with `dynamo profile`, or leave the option out"
         ) from error
-    lengths = {array.size for array in found}
+    lengths = {array.size for array in arrays}
     if len(lengths) != 1 or not lengths.pop():
-        sizes = ", ".join(f"{name} {array.size}" for name, array in zip(names, found, strict=True))
+        sizes = ", ".join(f"{name} {array.size}" for name, array in zip(names, arrays, strict=True))
         raise ConfigError(f"{path}: arrays must have one length above 0: {sizes}")
-    for name, array in zip(names, found, strict=True):
+    for name, array in zip(names, arrays, strict=True):
         if name != "z_itl" and not np.all(np.isfinite(array) & (array >= 0)):
             raise ConfigError(f"{path}: {name} has a value that is negative or not finite")
-    return found
+    return arrays
 
 
 def load_library(name: str, purpose: str, instead: str) -> Any:
@@ -181,6 +181,7 @@ class PrefillCurve:
     """Cubic splines over the prompt length; outside the profiled lengths the nearest one counts."""
 
     def __init__(self, points: PrefillPoints) -> None:
+        # A spline needs lengths that increase strictly.
         isl, first = np.unique(points.isl, return_index=True)
         self._range = float(isl[0]), float(isl[-1])
         self._ttft = _spline(isl, points.ttft_ms[first])
@@ -210,10 +211,10 @@ class DecodeSurface:
         self._max_kv_tokens = max(points.max_kv_tokens, 1)
         self._usage = np.linspace(0.0, 1.0, GRID)
         self._longest = float(points.context.max())
-        known = np.isfinite(points.itl_ms)
-        at = np.column_stack((points.kv_usage[known], points.context[known]))
-        self._itl = self._surface(at, points.itl_ms[known])
-        self._rate = self._surface(at, points.tokens_per_s[known])
+        finite = np.isfinite(points.itl_ms)
+        at = np.column_stack((points.kv_usage[finite], points.context[finite]))
+        self._itl = self._surface(at, points.itl_ms[finite])
+        self._rate = self._surface(at, points.tokens_per_s[finite])
 
     def itl_ms(self, concurrency: float, context: float) -> float:
         """Return the ITL with ``concurrency`` sequences of ``context`` tokens on the worker."""

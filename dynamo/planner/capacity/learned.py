@@ -51,6 +51,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line | None:
     x, y = np.array(list(points), dtype=float).reshape(-1, 2).T
     if len(x) < MIN_POINTS:
         return None
+    # All pairs: 1,225 of a full window.
     first, second = np.triu_indices(len(x), 1)
     distance = x[second] - x[first]
     apart = distance != 0
@@ -114,13 +115,16 @@ class LearnedCapacity:
             return
         queued = _queued_prompts(seen.pulls)
         if traffic.ttft_ms is not None and queued is not None:
+            # The prompt itself, and those that wait before it.
             self._prefill_points.append(((1.0 + queued) * traffic.isl, traffic.ttft_ms))
             line = fit_line(self._prefill_points)
             pool = seen.prefill or decode
             self.prefill = LearnedPrefill(line, _gpus(pool)) if line else self.prefill
         if traffic.itl_ms is not None and traffic.request_s is not None:
+            # A running sequence has half of its output on average.
             context = traffic.isl + (traffic.osl or 0.0) / 2
             rate = traffic.finished / traffic.duration_s / decode.ready
+            # Little's law: rate times duration is the number of sequences that run on a worker.
             self._decode_points.append((rate * traffic.request_s * context, traffic.itl_ms))
             line = fit_line(self._decode_points)
             most = max(tokens for tokens, _ in self._decode_points)

@@ -124,10 +124,11 @@ class Season:
             (record.day, record.day_weight, _DAY_MEMORY),
             (record.week, record.week_weight, _WEEKDAY_MEMORY),
         ):
-            place = slot % len(means)
-            before = weights[place] * math.exp(-1.0 / memory)
-            means[place] = (means[place] * before + rate) / (before + 1.0)
-            weights[place] = before + 1.0
+            index = slot % len(means)
+            # A mean whose earlier times fade: their weight shrinks, and this time adds 1.
+            before = weights[index] * math.exp(-1.0 / memory)
+            means[index] = (means[index] * before + rate) / (before + 1.0)
+            weights[index] = before + 1.0
 
     def _rate(self, slot: int) -> float:
         record = self.record
@@ -146,14 +147,15 @@ def blended(path: Sequence[float], interval_s: float, usual: Usual, rate: float)
     of now over the usual one, within bounds.
     """
     now = usual.at(0.0)
+    # Also false for NaN, where the usual rate of now is unknown.
     scale = rate / now if now > 0 else 1.0
     scale = min(max(scale, _SCALE[0]), _SCALE[1])
-    found = []
+    rates = []
     for number, value in enumerate(path):
         expected = usual.at((number + 1) * interval_s) * scale
-        known = not math.isnan(expected)
-        found.append(_SHARE * expected + (1.0 - _SHARE) * value if known else value)
-    return found
+        has_usual = not math.isnan(expected)
+        rates.append(_SHARE * expected + (1.0 - _SHARE) * value if has_usual else value)
+    return rates
 
 
 _SHARE = 0.5
@@ -192,11 +194,11 @@ class SeasonStore:
     def _read(self) -> dict[str, SeasonRecord]:
         try:
             data = read_file(self._path)
-            found = msgspec.json.decode(data or b"{}", type=dict[str, SeasonRecord])
+            records = msgspec.json.decode(data or b"{}", type=dict[str, SeasonRecord])
         except (BadRecord, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("%s is not used: %s; the usual traffic is learned again", self._path, error)
             return {}
-        return {name: record for name, record in found.items() if is_sound(record)}
+        return {name: record for name, record in records.items() if is_sound(record)}
 
     def _write(self) -> None:
         if not self._writes:

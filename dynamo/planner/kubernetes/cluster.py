@@ -129,19 +129,19 @@ class Cluster:
         try:
             if in_pod:
                 config.load_incluster_config(client_configuration=settings)
-                found = (ACCOUNT / "namespace").read_text().strip()
+                namespace = (ACCOUNT / "namespace").read_text().strip()
             else:
                 loader = await config.load_kube_config(
                     config_file=where or None, client_configuration=settings
                 )
                 context = loader.current_context or {}
-                found = context.get("context", {}).get("namespace", "")
+                namespace = context.get("context", {}).get("namespace", "")
         except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"no credentials of a Kubernetes cluster: {error}. Run the planner in a pod with a "
                 "service account (deploy/kubernetes), or set KUBECONFIG"
             ) from error
-        self.namespace = self.namespace or found or "default"
+        self.namespace = self.namespace or namespace or "default"
         self._connection = _Connection(client.ApiClient(configuration=settings))
 
     async def _renew(self, used: _Connection | None) -> None:
@@ -214,6 +214,7 @@ class Cluster:
                         status = event["object"]
                         code = int(status.get("code", 500))
                         raise ClusterError(f"watch {resource.plural}: {status['message']}", code)
+                    # A bookmark has a version and no name.
                     _check(event["object"], event["type"] != "BOOKMARK")
                     yield event
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -293,6 +294,7 @@ class Cluster:
                 header_params=headers,
                 body=body,
                 auth_settings=["BearerToken"],
+                # The answer as it is, not as a model that the library has generated.
                 _preload_content=False,
                 _request_timeout=timeout_s,
             )
@@ -328,11 +330,12 @@ class WatchedObjects:
         self._listed = False
         self._version = ""
 
-    def put(self, found: Manifest) -> None:
+    def put(self, newer: Manifest) -> None:
         """Take a newer state of an object, from a watch or from the answer to a change."""
-        known = self.objects.get(found["metadata"]["name"])
-        if known is None or _version_of(known) <= _version_of(found):
-            self.objects[found["metadata"]["name"]] = found
+        current = self.objects.get(newer["metadata"]["name"])
+        # The answer to a change may come before the watch's event of an older one.
+        if current is None or _version_of(current) <= _version_of(newer):
+            self.objects[newer["metadata"]["name"]] = newer
             self._on_change()
 
     async def run(self) -> None:
@@ -348,6 +351,7 @@ class WatchedObjects:
                 ):
                     accepted, pause_s = True, _FIRST_PAUSE_S
                     self._received(event)
+                # The server ends each watch after a while: the next goes on at its version.
                 wait_s = _FIRST_PAUSE_S
             except ClusterError as error:
                 if self._version and error.answer in (_EXPIRED, _UNAUTHORIZED):
@@ -365,7 +369,7 @@ class WatchedObjects:
     async def _list(self) -> None:
         listed = await self._cluster.list(self._resource, self._selector)
         try:
-            self.objects = {one["metadata"]["name"]: one for one in listed["items"]}
+            self.objects = {manifest["metadata"]["name"]: manifest for manifest in listed["items"]}
             self._version = str(listed["metadata"]["resourceVersion"])
         except (KeyError, TypeError) as error:
             raise ClusterError(f"{self._resource.plural}: an invalid list: {error!r}") from error
@@ -376,13 +380,13 @@ class WatchedObjects:
         if not event:
             self._current()
             return
-        found = event["object"]
-        self._version = found["metadata"]["resourceVersion"]
+        manifest = event["object"]
+        self._version = manifest["metadata"]["resourceVersion"]
         if event["type"] == "DELETED":
-            self.objects.pop(found["metadata"]["name"], None)
+            self.objects.pop(manifest["metadata"]["name"], None)
             self._on_change()
         elif event["type"] != "BOOKMARK":
-            self.put(found)
+            self.put(manifest)
 
     def _current(self) -> None:
         if self.problem not in ("", _UNLISTED) and not self._optional:
@@ -417,15 +421,15 @@ async def _next_line(answer: Any, resource: Resource) -> bytes:
 
 def _object(body: bytes, resource: Resource) -> Manifest:
     try:
-        found: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        manifest: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise ClusterError(f"{resource.plural}: the answer cannot be read: {error}") from error
-    return found
+    return manifest
 
 
-def _check(found: Manifest, named: bool) -> None:
+def _check(manifest: Manifest, named: bool) -> None:
     """Raise KeyError or TypeError unless this is an object with a version, and with a name."""
-    str(found["metadata"]["resourceVersion"] + (found["metadata"]["name"] if named else ""))
+    str(manifest["metadata"]["resourceVersion"] + (manifest["metadata"]["name"] if named else ""))
 
 
 def _refused(verb: str, resource: Resource, name: str, status: int, body: bytes) -> ClusterError:
@@ -444,9 +448,9 @@ def _silent(error: Exception) -> ClusterError:
     return ClusterError(f"the API server does not answer: {error or type(error).__name__}")
 
 
-def _version_of(found: Manifest) -> int:
+def _version_of(manifest: Manifest) -> int:
     """Return the resource version as a number, by which versions of one object are ordered."""
-    version = found["metadata"].get("resourceVersion", "")
+    version = manifest["metadata"].get("resourceVersion", "")
     return int(version) if version.isdecimal() else 0
 
 

@@ -117,15 +117,15 @@ class KubernetesConnector:
     async def start(self) -> None:
         """Follow the deployment. Raises ConfigError if it cannot be read, or does not exist."""
         try:
-            found = await self._cluster.get(self._resources.deployments, self._name)
+            deployment = await self._cluster.get(self._resources.deployments, self._name)
         except ClusterError as error:
             raise ConfigError(
                 f"{error.message}. --graph-deployment names the deployment, --kubernetes-namespace "
                 f"its namespace (now {self._cluster.namespace!r})"
             ) from error
-        self.uid = str(found["metadata"].get("uid", ""))
+        self.uid = str(deployment["metadata"].get("uid", ""))
         log.info("scaling %s %s", self._resources.deployments, self._name)
-        services = ",".join(sorted(frontend_prefixes(found))) or f"{self._name}-frontend"
+        services = ",".join(sorted(frontend_prefixes(deployment))) or f"{self._name}-frontend"
         selector = {"labelSelector": f"{SERVICE_LABEL} in ({services})"}
         self._slices = WatchedObjects(
             self._cluster, ENDPOINT_SLICES, selector, self._wake, optional=True
@@ -150,14 +150,14 @@ class KubernetesConnector:
     async def services(self) -> Mapping[str, ScaledService]:
         """See :class:`Connector`. Raises ClusterError while the state of the cluster is unknown."""
         deployment = self._deployment()
-        found = {}
+        scaled = {}
         for service in worker_services(deployment):
             desired = self._desired(service)
             model = self._model(deployment, service)
             if model:
                 self._expected[service.name] = desired
-                found[service.name] = self._scaled(deployment, service, model, desired)
-        return found
+                scaled[service.name] = self._scaled(deployment, service, model, desired)
+        return scaled
 
     async def frontends(self) -> dict[str, tuple[FrontendAddress, str]]:
         """Return the address of each pod of the frontends, and the prefix of its metrics, by URL.
@@ -170,9 +170,10 @@ class KubernetesConnector:
             raise ClusterError(self._slices.problem)
         return {
             address.url: (address, prefixes[service])
-            for one in self._slices.objects.values()
-            if (service := one["metadata"].get("labels", {}).get(SERVICE_LABEL)) in prefixes
-            for address in slice_addresses(one)
+            for endpoint_slice in self._slices.objects.values()
+            if (service := endpoint_slice["metadata"].get("labels", {}).get(SERVICE_LABEL))
+            in prefixes
+            for address in slice_addresses(endpoint_slice)
         }
 
     async def add(self, service: str) -> str:
@@ -181,7 +182,7 @@ class KubernetesConnector:
         change = _Scaling()
         try:
             wanted = await self._scale(service, 1, change)
-            await self._until(service, lambda found: self._serves(found, wanted))
+            await self._until(service, lambda current: self._serves(current, wanted))
         except TimeoutError:
             await self._undo(service, change)
             raise ActionFailed(
@@ -201,7 +202,7 @@ class KubernetesConnector:
         self._check_rollout(service)
         wanted = await self._scale(service, -1, _Scaling())
         try:
-            await self._until(service, lambda found: self._left(found, wanted))
+            await self._until(service, lambda current: self._left(current, wanted))
         except TimeoutError:
             raise ActionFailed(
                 f"{service}: replica {wanted + 1} did not exit within "
@@ -218,7 +219,9 @@ class KubernetesConnector:
         self, deployment: Manifest, service: WorkerService, model: str, desired: int
     ) -> ScaledService:
         ids = self._registered(service.pool, model)
+        # While the operator removes some, more are ready than wanted.
         serving = min(self._ready(deployment, service), desired)
+        # Those beyond ``desired`` have not exited: they still hold GPUs.
         total = max(desired, service.listed or 0, len(ids))
         workers = []
         for number in range(total):
@@ -241,11 +244,11 @@ class KubernetesConnector:
 
     def _deployment(self) -> Manifest:
         """Return the deployment as it is now. Raises ClusterError if that is unknown."""
-        found = self._deployments.objects.get(self._name)
+        deployment = self._deployments.objects.get(self._name)
         problem = self._deployments.problem or self._adapters.problem
-        if problem or found is None:
+        if problem or deployment is None:
             raise ClusterError(problem or f"the deployment {self._name} was deleted")
-        return found
+        return deployment
 
     def _service(self, name: str) -> WorkerService:
         for service in worker_services(self._deployment()):
@@ -271,12 +274,14 @@ class KubernetesConnector:
         That of the registered workers, if only this service can have started them; else what its
         flags say.
         """
-        rivals = [one for one in worker_services(deployment) if one.pool == service.pool]
+        rivals = [
+            candidate for candidate in worker_services(deployment) if candidate.pool == service.pool
+        ]
         names = {card.display_name for card in self._own_cards(service.pool)}
         if len(rivals) == 1 and len(names) == 1:
             return names.pop()
         model = service.model or (self._limits.model or "")
-        same = [one.name for one in rivals if one != service and one.model == service.model]
+        same = [rival.name for rival in rivals if rival != service and rival.model == service.model]
         if same:
             raise ClusterError(
                 f"{service.name} and {same[0]} both have {service.pool} workers of model "
@@ -346,23 +351,24 @@ class KubernetesConnector:
         async with self._changing:
             expected, sent = self._expected.get(name), False
             for _ in range(_CONFLICTS):
-                found = await self._read(name)
+                replicas = await self._read(name)
                 if expected is None:
-                    expected = found.number
+                    expected = replicas.number
                 wanted = expected + delta
-                if sent and found.number == wanted:
+                if sent and replicas.number == wanted:
                     return self._done(name, change)  # only the answer was lost
-                if found.number != expected:
-                    self._expected[name] = found.number
+                if replicas.number != expected:
+                    self._expected[name] = replicas.number
+                    # Nothing to take back: the number is another client's.
                     change.wanted = 0
                     raise ActionFailed(
                         f"{name}: another client changed its replicas from {expected} to "
-                        f"{found.number}; the next interval decides again"
+                        f"{replicas.number}; the next interval decides again"
                     )
                 if wanted < 0:
                     raise ActionFailed(f"{name}: no worker to remove")
                 sent, change.wanted, change.answered = True, wanted, False
-                if await self._write(name, found, wanted):
+                if await self._write(name, replicas, wanted):
                     return self._done(name, change)
             raise ActionFailed(f"{name}: other clients changed it {_CONFLICTS} times in a row")
 
@@ -376,23 +382,23 @@ class KubernetesConnector:
         adapter = self._adapter(name)
         if adapter is not None:
             path = f"{adapter['metadata']['name']}/scale"
-            found = await self._cluster.get(self._resources.adapters, path)
-            return _Replicas(_replicas(found), found, self._resources.adapters, path)
-        found = await self._cluster.get(self._resources.deployments, self._name)
-        self._deployments.put(found)
+            scale = await self._cluster.get(self._resources.adapters, path)
+            return _Replicas(_replicas(scale), scale, self._resources.adapters, path)
+        manifest = await self._cluster.get(self._resources.deployments, self._name)
+        self._deployments.put(manifest)
         count = self._service(name).replicas
-        return _Replicas(count, found, self._resources.deployments, self._name)
+        return _Replicas(count, manifest, self._resources.deployments, self._name)
 
-    async def _write(self, name: str, found: _Replicas, wanted: int) -> bool:
+    async def _write(self, name: str, replicas: _Replicas, wanted: int) -> bool:
         """Set the replicas; return False if the object is another by now. Raises ClusterError."""
-        is_adapter = found.resource == self._resources.adapters
+        is_adapter = replicas.resource == self._resources.adapters
         if is_adapter:
-            metadata = {"resourceVersion": version_of(found.read)}
+            metadata = {"resourceVersion": version_of(replicas.read)}
             change: Patch = {"metadata": metadata, "spec": {"replicas": wanted}}
         else:
-            change = replicas_patch(found.read, name, wanted)
+            change = replicas_patch(replicas.read, name, wanted)
         try:
-            after = await self._cluster.patch(found.resource, found.path, change)
+            after = await self._cluster.patch(replicas.resource, replicas.path, change)
         except ClusterError as error:
             if error.answer == 409:
                 return False

@@ -88,7 +88,10 @@ def frontend_prefixes(deployment: Manifest) -> dict[str, str]:
 def slice_addresses(endpoint_slice: Manifest) -> Iterator[FrontendAddress]:
     """Yield the address of each pod in an EndpointSlice: its port ``http``, else the first one."""
     ports = [port for port in endpoint_slice.get("ports") or () if port.get("port")]
-    port = next((one for one in ports if one.get("name") == "http"), ports[0] if ports else None)
+    port = next(
+        (candidate for candidate in ports if candidate.get("name") == "http"),
+        ports[0] if ports else None,
+    )
     if port is None:
         return
     tls = port.get("appProtocol") == "https" or port.get("name") == "https"
@@ -121,14 +124,15 @@ def replicas_patch(deployment: Manifest, service: str, wanted: int) -> Patch:
     index = names.index(service) if service in names else len(names)  # refused by the server
     path = f"/spec/components/{index}/replicas"
     return [
+        # The server answers 409 if the object has another version by now.
         {"op": "replace", "path": "/metadata/resourceVersion", "value": version},
         {"op": "add", "path": path, "value": wanted},
     ]
 
 
-def version_of(found: Manifest) -> str:
+def version_of(manifest: Manifest) -> str:
     """Return the version of an object, which each change of it raises."""
-    return str(found["metadata"]["resourceVersion"])
+    return str(manifest["metadata"]["resourceVersion"])
 
 
 def rollout(deployment: Manifest, service: WorkerService) -> str:
@@ -160,7 +164,10 @@ def unapplied(deployment: Manifest) -> str:
 def is_ready(deployment: Manifest) -> bool:
     """Whether the operator reports the deployment as ready, as its condition says."""
     conditions = _mapping(deployment.get("status")).get("conditions") or ()
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+    return any(
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in conditions
+    )
 
 
 def is_of(namespace: str, worker_namespace: str) -> bool:
@@ -238,7 +245,7 @@ def _gpus(spec: Manifest, status: Manifest) -> float:
     """
     pod = _mapping(spec.get("extraPodSpec"))
     main = max(_container_gpus(spec), _container_gpus(_mapping(pod.get("mainContainer"))))
-    others = [_container_gpus(_mapping(one)) for one in pod.get("containers") or ()]
+    others = [_container_gpus(_mapping(container)) for container in pod.get("containers") or ()]
     nodes = max(1, _count(_mapping(spec.get("multinode")).get("nodeCount"), 1))
     return max(_amount(status.get("gpusPerReplica")), nodes * (main + sum(others)))
 

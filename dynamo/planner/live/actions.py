@@ -139,6 +139,7 @@ class WorkerActions:
         flight.removing += max(0, -delta)
         flight.given_up = False
         work = [partial(self._add, service, add) for add in adds]
+        # A list times a negative number is empty, as is a negative range above.
         work += [partial(self._remove, service)] * -delta
         return self._run_all(work)
 
@@ -149,7 +150,7 @@ class WorkerActions:
 
     async def _run_all(self, work: Iterable[Callable[[], Coroutine[object, object, str]]]) -> str:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one()) for one in work]
+            tasks = [group.create_task(action()) for action in work]
         problems = {"cancelled" if task.cancelled() else task.result() for task in tasks} - {""}
         return "; ".join(sorted(problems))
 
@@ -174,9 +175,11 @@ class WorkerActions:
         """Add a worker if the budget allows it."""
         async with self._gate:
             services = await self._connector.services()
-            mine = [one for one in services.values() if self._limits.scales(one.model)]
-            held = sum(self.pool(one, admitted=True).gpus for one in mine)
-            self._limits.check(held, service.gpus_per_worker)
+            mine = [
+                candidate for candidate in services.values() if self._limits.scales(candidate.model)
+            ]
+            in_use = sum(self.pool(candidate, admitted=True).gpus for candidate in mine)
+            self._limits.check(in_use, service.gpus_per_worker)
             listed = services.get(service.name, service).workers
             add.before = _awake(listed)
         # Outside the gate, as a start takes minutes: with `before` set, the next add counts it.
@@ -206,6 +209,7 @@ class WorkerActions:
             worker=worker,
             problem=problem,
         )
+        # What fails alike in each interval is a warning the first time only.
         repeated = problem and problem == self._problems.get((service.name, adds))
         fails = problem and not self.gave_up(service.name)
         level = logging.WARNING if fails else logging.INFO

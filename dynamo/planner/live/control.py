@@ -74,6 +74,7 @@ class PlannerControl:
         least = 0 if settings.environment == "local" else 1
         _check_minima(wanted.minima, loop.services, least)
         total = merged(self._change, wanted)
+        # Before it is applied: a change that cannot be written would not outlive a restart.
         self._save(total)
         self._change = total
         if settings != self.settings:
@@ -117,6 +118,7 @@ class PlannerControl:
 
     def _read(self) -> PlannerChange:
         try:
+            # Without a file, {} lacks fields, and the error below means no changes.
             saved = msgspec.json.decode(read_file(self._path) or b"{}", type=_Saved)
         except msgspec.MsgspecError:
             return PlannerChange()
@@ -137,33 +139,33 @@ class PlannerControl:
 def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings:
     """Return ``settings`` with the budgets and targets of ``change``. Raises InvalidArgument."""
     check_change(change)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: getattr(change, name)
         for name in (*_BUDGETS, *_TARGETS)
         if getattr(change, name) is not None
     }
-    if "min_gpu_budget" in given:  # minima in workers would take precedence over it
-        given |= dict.fromkeys(("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint"))
-    if settings.mode == "load" and given.keys() & set(_TARGETS):
+    if "min_gpu_budget" in values:  # minima in workers would take precedence over it
+        values |= dict.fromkeys(("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint"))
+    if settings.mode == "load" and values.keys() & set(_TARGETS):
         raise InvalidArgument(
             "mode load has thresholds and no targets (ttft_ms, itl_ms): start the planner with "
             "--mode auto or load+sla"
         )
     try:
-        return replace(settings, **given)
+        return replace(settings, **values)
     except ConfigError as error:
         raise InvalidArgument(error.message) from error
 
 
 def merged(before: PlannerChange, wanted: PlannerChange) -> PlannerChange:
     """Return both changes as one; ``wanted`` counts where both say something."""
-    given = {
+    values = {
         name: value
         for name in wanted.__struct_fields__
         if name != "minima" and (value := getattr(wanted, name)) is not None
     }
     minima = {**(before.minima or {}), **(wanted.minima or {})}
-    return msgspec.structs.replace(before, **given, minima=_kept(minima) or None)
+    return msgspec.structs.replace(before, **values, minima=_kept(minima) or None)
 
 
 def _kept(minima: Mapping[str, int | None] | None) -> dict[str, int | None]:
@@ -177,8 +179,8 @@ def _check_minima(
     for name, count in (minima or {}).items():
         service = services.get(name)
         if service is None:
-            known = ", ".join(sorted(services)) or "none yet"
-            raise InvalidArgument(f"minima: no service {name!r} is scaled; there are: {known}")
+            names = ", ".join(sorted(services)) or "none yet"
+            raise InvalidArgument(f"minima: no service {name!r} is scaled; there are: {names}")
         most = MOST_GPUS if service.maximum is None else service.maximum
         if count is not None and not least <= count <= most:
             raise InvalidArgument(f"minima: {name} must be between {least} and {most}, got {count}")

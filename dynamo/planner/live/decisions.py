@@ -80,13 +80,13 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         before = {name: pool.workers for name, pool in seen.pools.items()}
         pools = tuple(
             PoolChange(
-                pool=made.pool,
-                before=before.get(made.pool, 0),
-                wanted=made.wanted,
-                rule=shorten(made.rule, _TEXT_CHARACTERS),
-                inputs={k: float(v) for k, v in made.inputs.items() if math.isfinite(v)},
+                pool=choice.pool,
+                before=before.get(choice.pool, 0),
+                wanted=choice.wanted,
+                rule=shorten(choice.rule, _TEXT_CHARACTERS),
+                inputs={k: float(v) for k, v in choice.inputs.items() if math.isfinite(v)},
             )
-            for made in decision.pools
+            for choice in decision.pools
         )
         record = cls(at_s=at_s, model=model, mode=mode, pools=pools, outcome="unchanged")
         return msgspec.structs.replace(record, outcome="decided") if record.changes else record
@@ -144,6 +144,7 @@ class DecisionLog:
     def append(self, record: DecisionRecord) -> None:
         """Add ``record`` as the newest. Raises OSError."""
         line = msgspec.json.encode(record) + b"\n"
+        # An earlier planner may have crashed in a line: end it, and count what is there.
         if self._lines is None:
             self._lines = self._shrink()
         with open(self.path, "ab", opener=open_private) as file:

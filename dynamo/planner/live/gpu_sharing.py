@@ -135,7 +135,11 @@ class OnDemandRegistry:
             self.on_waiting()
 
     def _any_waits(self) -> bool:
-        return any(one.state.waiting for found in self._reports.values() for one in found.values())
+        return any(
+            report.state.waiting
+            for reports in self._reports.values()
+            for report in reports.values()
+        )
 
     def _on_frontend(self, publisher: int, added: bool) -> None:
         if not added:
@@ -190,7 +194,10 @@ def shared_model(
 
     ``wanted`` has the workers that its policy wants, by pool.
     """
-    services = [_shared(one, pools[one.pool], wanted.get(one.pool)) for one in model.services]
+    services = [
+        _shared(service, pools[service.pool], wanted.get(service.pool))
+        for service in model.services
+    ]
     return SharedModel(
         name=model.name,
         services=services,
@@ -205,8 +212,9 @@ def shared_model(
 
 
 def _shared(service: ScaledService, pool: Pool, wanted: int | None) -> SharedService:
-    serving = [one.name for one in service.workers if one.state in (READY, STARTING)][::-1]
-    leaving = [one.name for one in service.workers if one.state == DRAINING]
+    # Reversed: the newest worker is the next to be removed.
+    serving = [worker.name for worker in service.workers if worker.state in (READY, STARTING)][::-1]
+    leaving = [worker.name for worker in service.workers if worker.state == DRAINING]
     soon = max(0, pool.draining - len(leaving))  # removals that have just begun
     return SharedService(
         name=service.name,
@@ -345,9 +353,9 @@ class GpuSharing:
         if served:
             names = ", ".join(served)
             return f"and models of its group take turns: {names} is served until its turn is over"
-        held = sum(service.held for other in others for service in other.services)
+        in_use = sum(service.held for other in others for service in other.services)
         bound = f"--max-gpu-budget ({self._limits.max_gpus:g})"
-        if self._limits.fits(held, model.decode.gpus_per_worker) or gpus < self._limits.max_gpus:
+        if self._limits.fits(in_use, model.decode.gpus_per_worker) or gpus < self._limits.max_gpus:
             bound = "the GPUs there are" + (f" ({gpus:g})" if gpus != math.inf else "")
         return (
             f"which needs {counted(model.decode.gpus_per_worker, 'GPU')}, and other models hold "
@@ -413,6 +421,7 @@ class GpuSharing:
             if worker.state == READY
         )
         before, since_s = self._newest.get(model.name, (frozenset(), now_s))
+        # A new worker begins the time again, one that has exited does not.
         if not ready <= before:
             since_s = now_s
         self._newest[model.name] = ready, since_s

@@ -75,8 +75,8 @@ def service_now(
     GPUs is in the ledger. ``wakeable`` are the sleeping workers whose GPUs are free.
     """
     facts, views = service.facts, view.of(service)
-    workers = tuple(worker for each in views for worker in _workers(each, wakeable))
-    models = (registered.model for each in views for registered in each.serving)
+    workers = tuple(worker for watcher in views for worker in _workers(watcher, wakeable))
+    models = (registered.model for watcher in views for registered in watcher.serving)
     return ScaledService(
         name=service.name,
         model=next((model for model in models if model), service.model),
@@ -111,7 +111,7 @@ def newest(service: ServiceEntries, view: DeploymentView, spared: Collection[str
     added or ``spared``.
     """
     by_number = view.of(service)[::-1]
-    for worker in sorted(by_number, key=lambda each: each.entry.asleep):
+    for worker in sorted(by_number, key=lambda candidate: candidate.entry.asleep):
         skipped = worker.entry.name in spared or worker.reserved
         if not skipped and worker.is_expected and worker.lasting != WorkerState.DRAINING:
             return worker.entry
@@ -207,12 +207,13 @@ class LocalConnector:
 
         Call it before the first action. Raises ActionFailed, StatefileError.
         """
+        # First: a step below that fails sets it again.
         self._access.needs_repair = False
-        found = await reconcile(self._access)
-        found += await self.finish_interrupted()
+        repairs = await reconcile(self._access)
+        repairs += await self.finish_interrupted()
         if self._engines is not None:
-            found += await check_sleepers(self._access, self._engines)
-        return found
+            repairs += await check_sleepers(self._access, self._engines)
+        return repairs
 
     async def finish_interrupted(self) -> list[str]:
         """Finish or undo each sleep and wake whose process has exited; log and return them.
@@ -221,10 +222,10 @@ class LocalConnector:
         """
         if self._engines is None:
             return []
-        found = await finish_interrupted(self._access, self._engines)
-        for sentence in found:
+        finished = await finish_interrupted(self._access, self._engines)
+        for sentence in finished:
             log.info("%s", sentence)
-        return found
+        return finished
 
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
@@ -288,6 +289,7 @@ class LocalConnector:
             before = psutil.virtual_memory().available
             if not await put_to_sleep(self._access, self._engines, entry):
                 return ""
+            # Others may have freed memory since: count at least what its own processes hold.
             taken = before - psutil.virtual_memory().available
             self._asleep_bytes[name] = max(taken, memory_of(entry.pids))
             return entry.name
@@ -303,20 +305,23 @@ class LocalConnector:
         if not asleep:
             return not falling
         # A planner that was restarted sees what its processes hold.
-        each = self._asleep_bytes.get(service.name) or memory_of(asleep[0].pids)
+        worker_bytes = self._asleep_bytes.get(service.name) or memory_of(asleep[0].pids)
         ram = psutil.virtual_memory()
-        return each > 0 and ram.available - (falling + 1) * each >= _SPARE_RAM * ram.total
+        return (
+            worker_bytes > 0
+            and ram.available - (falling + 1) * worker_bytes >= _SPARE_RAM * ram.total
+        )
 
 
 def memory_of(pids: Iterable[int]) -> int:
     """Return the bytes of RAM that the processes ``pids`` and their children hold."""
-    held = 0
+    total_bytes = 0
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                held += one.memory_info().rss
-    return held
+            for member in (process, *process.children(recursive=True)):
+                total_bytes += member.memory_info().rss
+    return total_bytes
 
 
 @contextlib.asynccontextmanager

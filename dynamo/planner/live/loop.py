@@ -41,7 +41,7 @@ class LoopObserver:
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """Metrics were pulled."""
 
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+    def decided(self, record: DecisionRecord, seen: Observation, decision: ScalingDecision) -> None:
         """A policy decided."""
 
     def finished(self, record: DecisionRecord) -> None:
@@ -115,11 +115,9 @@ class ScalingLoop:
             if now_s >= due_s:  # not after a wake-up: the next pull is when it was
                 # Pulls that took too long are left out, not made up for.
                 due_s = max(due_s + self._settings.metric_pulling_interval_s, now_s)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
                     await self._woken.wait()
-            except TimeoutError:
-                pass
 
     def wake(self) -> None:
         """Look at the models now: requests wait for a first worker."""
@@ -211,16 +209,16 @@ class ScalingLoop:
     async def explain(self) -> list[tuple[ModelState, DecisionRecord]]:
         """Return each model, and what its policy would decide now."""
         await self._sources.read_frontends()
-        found = []
+        models = []
         for state in list(self._models.values()):
             seen = self._observe(state, ends=False)
             pools = self._pools(state.model)
             if self._sharing is not None and is_cold(pools):
-                made = cold_decision(pools, self._sharing.waits_for(state.model, pools))
+                decision = cold_decision(pools, self._sharing.waits_for(state.model, pools))
             else:
-                made = await state.rehearse(seen)
-            found.append((state, self._record(state, made, seen)))
-        return found
+                decision = await state.rehearse(seen)
+            models.append((state, self._record(state, decision, seen)))
+        return models
 
     async def _tick(self) -> None:
         if not await self._refresh():
@@ -262,12 +260,12 @@ class ScalingLoop:
         if self._stopped.is_set() or self._paused or self._repairing:
             return
         for state in self._models.values():
-            made = sharing.decision(state)
-            if made.pools and not state.is_busy and not state.is_new:
+            decision = sharing.decision(state)
+            if decision.pools and not state.is_busy and not state.is_new:
                 seen = self._observe(state, ends=False)
                 state.wanted = {}
-                self._execute(state, made, seen, self._record(state, made, seen, "sharing"))
-            for change in made.pools if state.is_busy else ():
+                self._execute(state, decision, seen, self._record(state, decision, seen, "sharing"))
+            for change in decision.pools if state.is_busy else ():
                 service = state.model.service(change.pool)
                 if service is not None and not change.wanted:
                     self._actions.give_up(service.name, change.rule)
@@ -364,6 +362,7 @@ class ScalingLoop:
             for service in other.model.services
         ]
         pools = self._pools(state.model)
+        # Without sharing a model may have what the others leave, their changes in flight included.
         max_gpus = self._settings.max_gpu_budget - self._actions.gpus(others)
         if self._sharing is not None:
             pools = self._sharing.seen(pools)
@@ -380,21 +379,25 @@ class ScalingLoop:
     async def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)
         try:
-            made = await state.decide(seen)
-            record = self._record(state, made, seen)
+            decision = await state.decide(seen)
+            record = self._record(state, decision, seen)
         except Exception:  # a mistake here must not stop the planner
             log.exception("model %s: no decision; nothing is changed", state.model.name)
             state.begin(seen.now_s)
             return
         state.begin(seen.now_s)
         if self._stopped.is_set() or self._paused:  # in the meantime
-            state.applied(made, [pool.pool for pool in made.pools])
+            state.applied(decision, [pool.pool for pool in decision.pools])
             return
         state.wanted = {}
-        self._execute(state, made, seen, record)
+        self._execute(state, decision, seen, record)
 
     def _execute(
-        self, state: ModelState, made: ScalingDecision, seen: Observation, record: DecisionRecord
+        self,
+        state: ModelState,
+        decision: ScalingDecision,
+        seen: Observation,
+        record: DecisionRecord,
     ) -> None:
         """Log and report a decision; begin its changes."""
         if self._settings.no_operation:
@@ -405,23 +408,23 @@ class ScalingLoop:
         )
         log.log(logging.DEBUG if waits else logging.INFO, "%s", record.text())
         for observer in self._observers:
-            observer.decided(record, seen, made)
+            observer.decided(record, seen, decision)
         if record.changes and not self._settings.no_operation:
-            state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
+            state.apply(self._tasks.spawn(self._apply(state, decision, record), name="scale"))
         else:
             state.reported = {}
-            state.applied(made, [pool.pool for pool in made.pools if record.changes])
+            state.applied(decision, [pool.pool for pool in decision.pools if record.changes])
             for observer in self._observers:
                 observer.finished(record)
 
     def _record(
-        self, state: ModelState, made: ScalingDecision, seen: Observation, mode: str = ""
+        self, state: ModelState, decision: ScalingDecision, seen: Observation, mode: str = ""
     ) -> DecisionRecord:
         name, mode = state.model.name, mode or state.policy.name
-        return DecisionRecord.of(made, seen, at_s=time.time(), model=name, mode=mode)
+        return DecisionRecord.of(decision, seen, at_s=time.time(), model=name, mode=mode)
 
     async def _apply(
-        self, state: ModelState, made: ScalingDecision, record: DecisionRecord
+        self, state: ModelState, decision: ScalingDecision, record: DecisionRecord
     ) -> None:
         state.pending.append(record)
         started_s = self._clock()
@@ -433,7 +436,8 @@ class ScalingLoop:
             state.report_postponed(outcome.postponed)
             errors = {**outcome.postponed, **outcome.failed}
             state.pending.remove(record)
-            state.applied(made, errors.keys())
+            state.applied(decision, errors.keys())
+            # A change that was only postponed neither ends a row of failures nor begins one.
             if outcome.failed or not outcome.postponed:
                 adds = any(pool.delta > 0 for pool in record.pools)
                 state.changed(bool(outcome.failed), adds, self._clock())
@@ -488,8 +492,8 @@ class ScalingLoop:
         """Whether other models are to give up GPUs first; the sharing adds the workers then."""
         if self._sharing is None or delta < 0:
             return False
-        held = self._actions.gpus(
-            one for state in self._models.values() for one in state.model.services
+        in_use = self._actions.gpus(
+            other for state in self._models.values() for other in state.model.services
         )
         needed = delta * self._actions.pool(service).gpus_per_worker
-        return not self._sharing.has_room(service, delta, held, needed)
+        return not self._sharing.has_room(service, delta, in_use, needed)

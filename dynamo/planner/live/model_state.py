@@ -62,7 +62,9 @@ class ScaledModel:
 
     def ready(self) -> frozenset[str]:
         """Return the workers that serve, by name."""
-        return frozenset(w.name for one in self.services for w in one.workers if w.state == READY)
+        return frozenset(
+            w.name for service in self.services for w in service.workers if w.state == READY
+        )
 
 
 def models_of(services: Iterable[ScaledService], only: str | None) -> dict[str, ScaledModel]:
@@ -72,13 +74,13 @@ def models_of(services: Iterable[ScaledService], only: str | None) -> dict[str, 
     Prefill workers without a ``min`` of their own follow decode workers to zero.
     """
     pools: dict[str, dict[str, ScaledService]] = {}
-    for service in sorted(services, key=lambda one: (-one.priority, one.name)):
+    for service in sorted(services, key=lambda candidate: (-candidate.priority, candidate.name)):
         if only is None or service.model == only:
             pools.setdefault(service.model, {}).setdefault(service.pool, service)
     return {
-        name: ScaledModel(name, found[DECODE], _beside(found[DECODE], found.get(PREFILL)))
-        for name, found in pools.items()
-        if DECODE in found
+        name: ScaledModel(name, by_pool[DECODE], _beside(by_pool[DECODE], by_pool.get(PREFILL)))
+        for name, by_pool in pools.items()
+        if DECODE in by_pool
     }
 
 
@@ -90,12 +92,13 @@ def _beside(decode: ScaledService, prefill: ScaledService | None) -> ScaledServi
 
 def left_out(services: Iterable[ScaledService], models: Iterable[ScaledModel]) -> list[str]:
     """Return a sentence for each service of these models that :func:`models_of` left out."""
-    scaled = {(one.name, s.pool): s.name for one in models for s in one.services}
+    scaled = {(model.name, s.pool): s.name for model in models for s in model.services}
     return [
-        f"service {one.name} is not scaled: of the {one.pool} workers of model {one.model}, only "
-        f"{name} is. Join both services, or give the one to be scaled a higher priority"
-        for one in services
-        if (name := scaled.get((one.model, one.pool))) not in (None, one.name)
+        f"service {service.name} is not scaled: of the {service.pool} workers of model "
+        f"{service.model}, only {name} is. Join both services, or give the one to be "
+        "scaled a higher priority"
+        for service in services
+        if (name := scaled.get((service.model, service.pool))) not in (None, service.name)
     ]
 
 
@@ -108,6 +111,7 @@ def pool_of(service: ScaledService, minimum: int, in_flight: InFlight) -> Pool:
         state: sum(worker.state == state for worker in service.workers)
         for state in (READY, STARTING, DRAINING)
     }
+    # Removals that the connector does not list as draining yet are still listed as ready.
     leaving = max(0, in_flight.removing - counts[DRAINING])
     from_ready = min(leaving, counts[READY])
     return Pool(
@@ -227,12 +231,12 @@ class ModelState:
                 applied = list(self._applied)
             return await in_daemon_thread(self._ask, policy, fallback, applied, seen)
 
-    def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
-        """Count ``made`` as carried out, except in the pools ``failed``.
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Count ``decision`` as carried out, except in the pools ``failed``.
 
         The policy gets it with its next decision: it may be deciding now.
         """
-        self._applied.append((made, tuple(failed)))
+        self._applied.append((decision, tuple(failed)))
 
     @staticmethod
     def _ask(
@@ -241,8 +245,9 @@ class ModelState:
         applied: Sequence[_Applied],
         seen: Observation,
     ) -> ScalingDecision:
-        for made, failed in applied:
-            policy.applied(made, failed)
+        for decision, failed in applied:
+            # In the thread of the decision: two threads never call a policy at once.
+            policy.applied(decision, failed)
         if fallback is not None and not seen.traffic.known:
             return fallback.decide(seen)
         if fallback is not None:

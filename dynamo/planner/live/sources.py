@@ -138,12 +138,12 @@ class WorkerReports:
     def loads(self, worker_ids: Collection[int]) -> tuple[WorkerLoad, ...]:
         """Return the loads of those workers whose KV use is known, all ranks together."""
         since_s = self._clock() - self._stale_after_s
-        found = []
+        loads = []
         for worker_id in sorted(worker_ids):
             load = self._sum(worker_id, self._ranks(worker_id, since_s))
             if load is not None:
-                found.append(load)
-        return tuple(found)
+                loads.append(load)
+        return tuple(loads)
 
     def served(self) -> dict[str, int]:
         """Return the names that the followed workers serve, adapters included, each with one."""
@@ -173,15 +173,15 @@ class WorkerReports:
                 "worker %x: no forward-pass metrics for %.1f s; its load is what it reports "
                 "without them", worker_id, self._stale_after_s,
             )  # fmt: skip
-        found = []
+        metrics = []
         for rank in loads.keys() | passes.keys():
             load, passed = loads.get(rank), passes.get(rank)
-            known = None if load is None or load.at_s <= since_s else load.load
+            merged = None if load is None or load.at_s <= since_s else load.load
             if passed is not None:
-                known = self._with_pass(worker_id, known or KvMetrics(worker_id, rank), passed)
-            if known is not None:
-                found.append(known)
-        return found
+                merged = self._with_pass(worker_id, merged or KvMetrics(worker_id, rank), passed)
+            if merged is not None:
+                metrics.append(merged)
+        return metrics
 
     def _with_pass(self, worker_id: int, load: KvMetrics, passed: _PassReport) -> KvMetrics:
         """Return ``load`` with the figures of the forward passes that it lacks."""
@@ -189,15 +189,16 @@ class WorkerReports:
         size = None if card is None else card.kv_cache_block_size
         used = load.kv_used_blocks
         if used is None and size:
-            used = -(-passed.highest(lambda one: one.kv_tokens) // size)
+            # Rounded up: a block that is partly filled is in use.
+            used = -(-passed.highest(lambda forward: forward.kv_tokens) // size)
         if load.num_requests_running is not None:
             return replace(load, kv_used_blocks=used)
         return replace(
             load,
             kv_used_blocks=used,
-            num_requests_running=passed.highest(lambda one: one.running),
+            num_requests_running=passed.highest(lambda forward: forward.running),
             num_requests_waiting=passed.newest.waiting,
-            active_prefill_tokens=passed.highest(lambda one: one.prefill_tokens),
+            active_prefill_tokens=passed.highest(lambda forward: forward.prefill_tokens),
         )
 
     def _card(self, worker_id: int) -> ModelCard | None:
@@ -223,9 +224,9 @@ class WorkerReports:
             worker_id=worker_id,
             kv_used_blocks=used,
             kv_total_blocks=total,
-            running=sum(one.num_requests_running or 0 for one in ranks),
-            waiting=sum(one.num_requests_waiting or 0 for one in ranks),
-            active_prefill_tokens=sum(one.active_prefill_tokens or 0 for one in ranks),
+            running=sum(rank.num_requests_running or 0 for rank in ranks),
+            waiting=sum(rank.num_requests_waiting or 0 for rank in ranks),
+            active_prefill_tokens=sum(rank.active_prefill_tokens or 0 for rank in ranks),
         )
 
     def _subscribe(
@@ -272,9 +273,9 @@ class WorkerReports:
                 log.warning("invalid forward-pass metrics of worker %x: %s", publisher_id, error)
             return
         ranks = self._passes.setdefault(publisher_id, {})
-        known = ranks.get(newest.dp_rank)
-        if known is not None or len(ranks) < _RANKS:
-            before = newest if known is None else known.newest
+        previous = ranks.get(newest.dp_rank)
+        if previous is not None or len(ranks) < _RANKS:
+            before = newest if previous is None else previous.newest
             ranks[newest.dp_rank] = _PassReport(self._clock(), newest, before)
 
     def _on_queue(self, publisher_id: int, sequence: int, payload: bytes) -> None:
@@ -309,11 +310,11 @@ def frontends_of(statefile: Statefile) -> Frontends:
 
     async def find() -> Mapping[str, tuple[FrontendAddress, str]]:
         document = await in_file_thread(statefile.read)
-        known = frontends_in(document or Document())
+        frontends = frontends_in(document or Document())
         return {
-            address.url: (address, one.listens.metrics_prefix)
-            for one in known
-            if one.runs and (address := one.listens.address)
+            address.url: (address, frontend.listens.metrics_prefix)
+            for frontend in frontends
+            if frontend.runs and (address := frontend.listens.address)
         }
 
     return find
@@ -335,26 +336,28 @@ class FrontendPages:
         except DynamoError as error:
             log.warning("the frontends are unknown: %s", error.message)
             frontends = {}
-        known = itertools.islice(frontends.items(), _FRONTENDS)
+        chosen = itertools.islice(frontends.items(), _FRONTENDS)
         async with asyncio.TaskGroup() as group:
-            asked = {url: group.create_task(_page(*one)) for url, one in known}
-        found = {url: task.result() for url, task in asked.items()}
-        missing = frozenset(url for url, page in found.items() if isinstance(page, str))
-        self._answered |= found.keys() - missing
-        self._report(missing, found)
-        return {url: page for url, page in found.items() if not isinstance(page, str)}, missing
+            asked = {url: group.create_task(_page(*location)) for url, location in chosen}
+        results = {url: task.result() for url, task in asked.items()}
+        missing = frozenset(url for url, page in results.items() if isinstance(page, str))
+        self._answered |= results.keys() - missing
+        self._report(missing, results)
+        return {url: page for url, page in results.items() if not isinstance(page, str)}, missing
 
-    def _report(self, missing: frozenset[str], found: Mapping[str, object]) -> None:
+    def _report(self, missing: frozenset[str], results: Mapping[str, object]) -> None:
         """Warn once per outage; one that never listened yet has some time to start."""
         now_s = time.monotonic()
         since_s = {url: self._missing_since_s.get(url, now_s) for url in missing}
         due = frozenset(
             url
             for url in missing
-            if found[url] != _REFUSED or url in self._answered or now_s - since_s[url] > _START_UP_S
+            if results[url] != _REFUSED
+            or url in self._answered
+            or now_s - since_s[url] > _START_UP_S
         )
         for url in due - self._reported:
-            log.warning("frontend %s: no metrics: %s; its traffic is unknown", url, found[url])
+            log.warning("frontend %s: no metrics: %s; its traffic is unknown", url, results[url])
         self._missing_since_s, self._reported = since_s, due
 
 
@@ -401,8 +404,10 @@ class LiveSources:
 
     def follow(self, models: Iterable[ScaledModel]) -> None:
         """Follow the workers of these models and no others, and find their adapters."""
-        services = [(one.name, service) for one in models for service in one.services]
-        workers = {worker_id: name for name, one in services for worker_id in _ready_ids(one)}
+        services = [(model.name, service) for model in models for service in model.services]
+        workers = {
+            worker_id: name for name, service in services for worker_id in _ready_ids(service)
+        }
         self._reports.follow(workers)
         served = {name: workers[worker_id] for name, worker_id in self._reports.served().items()}
         scaled = {name for name, _ in services}

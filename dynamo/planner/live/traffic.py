@@ -109,13 +109,14 @@ class TrafficCounter:
             is_partial |= before is None
             for name, counts in page.models.items():
                 model = adapters.get(name, name)
+                # Without an earlier page nothing has risen: its counts are of earlier times.
                 old = before.get(name, {}) if before is not None else counts
                 risen = {
                     metric: counts[metric] - old.get(metric, 0) for metric in _counters(counts)
                 }
                 _add(self._totals.setdefault(model, {}), risen)
-                shown = {metric: counts.get(metric, 0) for metric in _GAUGES}
-                _add(self._gauges.setdefault(model, {}), shown)
+                gauges = {metric: counts.get(metric, 0) for metric in _GAUGES}
+                _add(self._gauges.setdefault(model, {}), gauges)
         self._missed += is_partial
 
     def take(self, model: str, now_s: float) -> Traffic:
@@ -133,7 +134,7 @@ class TrafficCounter:
             for name, value in self._totals.get(model, {}).items()
         }
         gauges = self._gauges.get(model, {})
-        held = gauges.get(_HELD, 0)
+        cold = gauges.get(_HELD, 0)
         return Traffic(
             duration_s=now_s - mark.at_s,
             arrived=round(counts.get(_STARTED, 0)),
@@ -143,17 +144,19 @@ class TrafficCounter:
             ttft_ms=_mean(counts, _TTFT, 1000, _TTFT_WORKER_WAIT),
             itl_ms=_mean(counts, _ITL, 1000),
             request_s=_mean(counts, _DURATION, 1, _DURATION_WORKER_WAIT),
-            queued=round(gauges.get(_QUEUED, 0) + held),
-            inflight=round(gauges.get(_ACTIVE, 0) + held),
+            queued=round(gauges.get(_QUEUED, 0) + cold),
+            inflight=round(gauges.get(_ACTIVE, 0) + cold),
             known=self._missed == mark.missed and mark.missing <= self.ignored,
         )
 
     def _silent(self, missing: Collection[str], now_s: float) -> frozenset[str]:
         """Return those of ``missing`` that have not answered for too long."""
         since_s = self._silent_since_s
-        self._silent_since_s = {one: since_s.get(one, now_s) for one in missing}
+        self._silent_since_s = {address: since_s.get(address, now_s) for address in missing}
         limit_s = now_s - self._patience_s
-        return frozenset(one for one, at_s in self._silent_since_s.items() if at_s <= limit_s)
+        return frozenset(
+            address for address, at_s in self._silent_since_s.items() if at_s <= limit_s
+        )
 
     def _replace(self, key: tuple[str, float], page: FrontendPage) -> Mapping[str, Counts] | None:
         """Store the page; return the counts of the one before, None if they are unknown."""

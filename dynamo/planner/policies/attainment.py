@@ -97,6 +97,7 @@ class WorkerLoadModel:
         if not self.kv:
             return 0.0
         reply_s = self.osl * self.inter_token_ms(rate, workers) / 1000.0
+        # Little's law: rate times duration is the number of sequences that run at once.
         return rate / workers * (self.service_s + reply_s) * self.kv
 
     def attained(self, rate: float, workers: int, targets: Targets) -> float:

@@ -70,7 +70,7 @@ class AutoPolicy(CombinedPolicy):
         observed = replace(seen, pulls=tuple(self._pulls), changed=self._changed)
         self._stepped = self._load.decide(observed)
         self._restart(seen.now_s)
-        return {made.pool: made for made in self._stepped.pools}
+        return {decision.pool: decision for decision in self._stepped.pools}
 
     def _restart(self, now_s: float) -> None:
         self._since_s, self._pulls, self._changed = now_s, [], False

@@ -48,6 +48,7 @@ class ActionLimit:
     @property
     def next_s(self) -> float:
         """The time from an action now until workers may be added again."""
+        # An action takes one token, and the addition after it needs another.
         return max(2.0 - self._tokens, 0.0) * 3600.0 / _PER_HOUR
 
     def use(self) -> None:
@@ -85,7 +86,9 @@ class StartUpTime:
         """Take the state of the pool; a worker that starts no more has become ready."""
         self._asleep = pool.asleep
         pending = len(self._starts.begun) + len(self._wakes.begun)
+        # Empty if more workers start than were decided here: nothing is known of their begin.
         for _ in range(pending - pool.starting):
+            # A wake takes seconds, a start minutes: the wakes are over first.
             times = self._wakes if self._wakes.begun else self._starts
             times.taken.append(now_s - times.begun.popleft())
         for times in (self._starts, self._wakes):
@@ -134,8 +137,8 @@ class Workers(NamedTuple):
 
 def free_gpus(seen: Observation) -> float:
     """Return the GPUs of the budget that no worker holds; negative if they hold more."""
-    held = seen.decode.gpus + (seen.prefill.gpus if seen.prefill else 0.0)
-    return seen.max_gpus - held
+    in_use = seen.decode.gpus + (seen.prefill.gpus if seen.prefill else 0.0)
+    return seen.max_gpus - in_use
 
 
 def allowed(wanted: Workers, seen: Observation) -> Workers:
@@ -225,7 +228,7 @@ def _count(gpus: float, pool: Pool, wanted: int) -> int:
     return _most(gpus, pool.gpus_per_worker, wanted) if pool.gpus_per_worker > 0 else wanted
 
 
-def _most(free: float, each: float, wanted: int) -> int:
-    """Return how many of ``wanted`` shares of ``each`` fit."""
-    count = min(math.floor(free / each) + 1, wanted)  # one more than fits, but for rounding
-    return max(count if fits(free, count * each) else count - 1, 0)
+def _most(free: float, size: float, wanted: int) -> int:
+    """Return how many of ``wanted`` shares of this ``size`` fit."""
+    count = min(math.floor(free / size) + 1, wanted)  # one more than fits, but for rounding
+    return max(count if fits(free, count * size) else count - 1, 0)

@@ -152,7 +152,7 @@ class CombinedPolicy(TargetedPolicy):
         for name in needs:
             wanted[name] = needs[name].change(wanted[name], self._actions)
         within = allowed(Workers(wanted[PREFILL], wanted[DECODE]), seen)
-        made = []
+        decisions = []
         forecast: dict[str, float] = self._predicted() if needs else {}
         for name, sizing in self._pools.items():
             count = within.of(name)
@@ -166,11 +166,11 @@ class CombinedPolicy(TargetedPolicy):
                 if count != decision.wanted:
                     rule = f"{decision.rule}; the limits allow {count}"
                     decision = kept(name, pool, count, rule)
-                made.append(decision)
+                decisions.append(decision)
                 continue
-            made.append(need.decision(name, pool.workers, count))
+            decisions.append(need.decision(name, pool.workers, count))
             forecast |= need.forecast(name, pool.workers, count)
-        return ScalingDecision(pools=tuple(made), forecast=forecast)
+        return ScalingDecision(pools=tuple(decisions), forecast=forecast)
 
     def _predicted(self) -> dict[str, float]:
         isl, osl = self._meter.lengths

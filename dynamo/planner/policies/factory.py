@@ -118,16 +118,16 @@ class HpaPolicy:
         """Return the replicas of both pools, by their requests at the end of the interval."""
         reports = seen.pulls[-1].decode if seen.pulls else ()
         requests = float(sum(worker.running + worker.waiting for worker in reports))
-        made = {DECODE: self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)}
+        decisions = {DECODE: self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)}
         prefill_workers = 0
         if seen.prefill is not None:
             queued = float(seen.traffic.queued)
             reported = seen.prefill.ready if seen.traffic.known else 0
-            made[PREFILL] = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
-            prefill_workers = made[PREFILL].wanted
-        within = allowed(Workers(prefill_workers, made[DECODE].wanted), seen)
+            decisions[PREFILL] = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
+            prefill_workers = decisions[PREFILL].wanted
+        within = allowed(Workers(prefill_workers, decisions[DECODE].wanted), seen)
         return ScalingDecision(
-            pools=tuple(_limited(made[name], within.of(name)) for name in seen.pools)
+            pools=tuple(_limited(decisions[name], within.of(name)) for name in seen.pools)
         )
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
@@ -186,11 +186,11 @@ class _ScaleDownWindow:
         return recent[0][1]
 
 
-def _limited(made: PoolDecision, workers: int) -> PoolDecision:
-    if workers == made.wanted:
-        return made
-    rule = f"{made.rule}; {made.wanted} wanted, the limits allow {workers}"
-    return PoolDecision(pool=made.pool, wanted=workers, rule=rule, inputs=made.inputs)
+def _limited(decision: PoolDecision, workers: int) -> PoolDecision:
+    if workers == decision.wanted:
+        return decision
+    rule = f"{decision.rule}; {decision.wanted} wanted, the limits allow {workers}"
+    return PoolDecision(pool=decision.pool, wanted=workers, rule=rule, inputs=decision.inputs)
 
 
 _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
@@ -266,9 +266,9 @@ def named_policy(name: str, settings: PlannerSettings, prefill: bool) -> Policy:
 
 def _imported(name: str, module: str, attribute: str) -> Factory:
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, SystemExit) as error:
         raise ConfigError(f"policy {name!r}: {error}; is it importable from here?") from error
-    if not callable(found):
+    if not callable(factory):
         raise ConfigError(f"policy {name!r}: it is no class or function that makes a policy")
-    return cast(Factory, found)
+    return cast(Factory, factory)

@@ -47,6 +47,7 @@ class GuardedScalingPolicy(TargetedPolicy):
         try:
             return cls(make(prefill), settings)
         except DynamoError:
+            # A name or settings that do not exist are the user's error: the planner does not start.
             raise
         except BaseException as error:  # noqa: BLE001 - code of users, which may call sys.exit()
             substitute = cls(LoadPolicy(settings), settings)
@@ -58,17 +59,17 @@ class GuardedScalingPolicy(TargetedPolicy):
         """Return the decision of the policy; that to keep the workers if it fails."""
         name = self.name
         try:
-            made = _checked(self._policy.decide(seen), seen)
+            decision = _checked(self._policy.decide(seen), seen)
         except BaseException as error:  # noqa: BLE001 - code of users
             self._failed("decide", error)
             text = f"policy {name} failed: {_text(error)}"
             return replace(at_limits(seen, text), problem=text)
         if self._reason:
             text = f"the policy is switched off: {self._reason}"
-            pools = (replace(pool, rule=f"{pool.rule}; {text}") for pool in made.pools)
-            return replace(made, pools=tuple(pools), problem=text)
+            pools = (replace(pool, rule=f"{pool.rule}; {text}") for pool in decision.pools)
+            return replace(decision, pools=tuple(pools), problem=text)
         self._failures["decide"] = 0
-        return made
+        return decision
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Report to the policy which of its decisions were carried out."""
@@ -123,15 +124,15 @@ class _UncopiedPolicy:
         """Do nothing."""
 
 
-def _checked(made: object, seen: Observation) -> ScalingDecision:
-    """Return ``made`` if it is a decision about the pools of ``seen``. Raises TypeError."""
-    if not isinstance(made, ScalingDecision):
-        raise TypeError(f"decide() must return a ScalingDecision, got {type(made).__name__}")
-    pools = tuple(replace(pool, wanted=operator.index(pool.wanted)) for pool in made.pools)
+def _checked(decision: object, seen: Observation) -> ScalingDecision:
+    """Return ``decision`` if it is one about the pools of ``seen``. Raises TypeError."""
+    if not isinstance(decision, ScalingDecision):
+        raise TypeError(f"decide() must return a ScalingDecision, got {type(decision).__name__}")
+    pools = tuple(replace(pool, wanted=operator.index(pool.wanted)) for pool in decision.pools)
     for pool in pools:
         if pool.pool not in seen.pools or pool.wanted < 0:
             raise TypeError(f"decide() returned {pool.wanted} workers of the pool {pool.pool!r}")
-    return replace(made, pools=pools)
+    return replace(decision, pools=pools)
 
 
 def _text(error: BaseException) -> str:

@@ -86,6 +86,7 @@ class RateForecast:
         self._recent.append((arrived, duration_s))
         self._arrived += arrived
         self._duration_s += duration_s
+        # A sum of durations may miss the interval by a rounding.
         if self._duration_s >= self.interval_s - 1e-6:
             self._filter.add(self._arrived / self._duration_s)
             self._levels.append(max(self._filter.forecast(1).level, 0.0))
@@ -122,19 +123,21 @@ class RateForecast:
 
     def _trend(self, steps: int) -> _RateArray:
         # Nothing is extrapolated further than half of what has been observed.
-        known = max(1, self._filter.count // 2 - 1)
+        reach = max(1, self._filter.count // 2 - 1)
         most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
         earlier = itertools.islice(reversed(self._levels), _CLIMB, _PEAKS)
         highest = _ABOVE_PEAK * max(earlier, default=0.0)
         if self.rate < highest:
             most = min(most, highest)
-        path = self._filter.path(min(steps, known))
+        path = self._filter.path(min(steps, reach))
         rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
+        # Beyond what may be extrapolated, the last value stays.
         return np.array(rates + rates[-1:] * (steps - len(rates)))
 
     def _with_history(self, trend: _RateArray) -> _RateArray:
         """Return the mean of ``trend`` and what followed similar moments, by their weight."""
         levels, steps = np.array(self._levels), len(trend)
+        # Moments with enough values before them, and a whole path after them.
         past = np.arange(_LONG, len(levels) - steps)
         scale = _SIMILAR * levels.mean() if len(levels) else 0.0
         if not len(past) or scale <= 0:
@@ -218,14 +221,14 @@ class TrendFilter:
         level, slope = float(self._level[best]), float(self._slope[best])
         p11, p12 = float(self._p11[best]), float(self._p12[best])
         p22, noise = float(self._p22[best]), math.sqrt(scale)
-        found = []
+        forecasts = []
         for _ in range(steps):
             level, slope = level + damping * slope, damping * slope
             p11 += 2 * damping * p12 + damping**2 * p22 + q
             p12 = damping * p12 + damping**2 * p22
             p22 = damping**2 * p22 + s
-            found.append(Forecast(level, math.sqrt(max(p11, 0.0) * scale), noise))
-        return found
+            forecasts.append(Forecast(level, math.sqrt(max(p11, 0.0) * scale), noise))
+        return forecasts
 
     def _step(self) -> None:
         """Predict the next interval."""

@@ -133,14 +133,14 @@ class LoadFallback:
         rule = "the traffic is unknown: a frontend does not answer"
         if outage_s < self._patience_s or any(pool.starting for pool in seen.pools.values()):
             return at_limits(seen, rule)
-        made = LoadPolicy(self._settings).decide(seen)
+        decision = LoadPolicy(self._settings).decide(seen)
         pools = tuple(
             replace(
-                one,
-                wanted=max(one.wanted, seen.pools[one.pool].workers),
-                rule=f"{rule} for {outage_s:.0f} s; by load: {one.rule}",
+                pool,
+                wanted=max(pool.wanted, seen.pools[pool.pool].workers),
+                rule=f"{rule} for {outage_s:.0f} s; by load: {pool.rule}",
             )
-            for one in made.pools
+            for pool in decision.pools
         )
         return ScalingDecision(pools=pools)
 
@@ -217,18 +217,21 @@ class _Signal:
 def _in_order(signals: list[_Signal], seen: Observation) -> tuple[PoolDecision, ...]:
     """Return removals, then the additions that the budget allows, then unchanged pools."""
     judged = [(signal, signal.judge()) for signal in signals]
-    removed = [(signal, made) for signal, made in judged if made.wanted < signal.pool.workers]
+    removed = [
+        (signal, decision) for signal, decision in judged if decision.wanted < signal.pool.workers
+    ]
+    # Removals come first in a decision, so additions may use their GPUs.
     free = free_gpus(seen) + sum(signal.pool.gpus_per_worker for signal, _ in removed)
     added: list[PoolDecision] = []
     kept: list[PoolDecision] = []
-    for signal, made in judged:
+    for signal, decision in judged:
         need = signal.pool.gpus_per_worker
-        if made.wanted == signal.pool.workers:
-            kept.append(made)
-        elif made.wanted > signal.pool.workers and fits(free, need):
+        if decision.wanted == signal.pool.workers:
+            kept.append(decision)
+        elif decision.wanted > signal.pool.workers and fits(free, need):
             free -= need
-            added.append(made)
-        elif made.wanted > signal.pool.workers:
+            added.append(decision)
+        elif decision.wanted > signal.pool.workers:
             left = f"{max(0.0, free):g} of {seen.max_gpus:g} GPUs are free"
-            kept.append(signal.keep(f"{made.rule}, but {left} and a worker needs {need:g}"))
-    return (*(made for _, made in removed), *added, *kept)
+            kept.append(signal.keep(f"{decision.rule}, but {left} and a worker needs {need:g}"))
+    return (*(decision for _, decision in removed), *added, *kept)

@@ -49,9 +49,9 @@ class Predictor(ABC):
         That is the highest prediction, a standard deviation added. Nothing is extrapolated
         further than half of the values, nor above twice the highest one.
         """
-        known = max(1, len(self.values) // 2 - 1)
+        reach = max(1, len(self.values) // 2 - 1)
         most = _MOST_GROWTH * max(self.values, default=0.0)
-        return min(self._bounded(min(steps, known), _CAUTION), most)
+        return min(self._bounded(min(steps, reach), _CAUTION), most)
 
     def _bounded(self, steps: int, caution: float) -> float:
         if not self.values:

@@ -85,6 +85,7 @@ class LoadMeter:
         for name in self._sums:
             memory_s = _MEMORIES_S.get(name, _MEMORY_S)
             self._sums[name] *= math.exp(-traffic.duration_s / memory_s)
+        # The prompts that began: what waited or arrived, without what waits still.
         started = max(traffic.arrived + queued_before - traffic.queued, 0)
         self._prompts += started
         if traffic.isl is not None:
@@ -112,8 +113,8 @@ class LoadMeter:
         prefill = self._aggregated or pool == PREFILL
         decode = self._aggregated or pool == DECODE
         service_s = self._service_s()
-        known = self._profile is not None or self._prompts >= _FEW_PROMPTS
-        if prefill and not (known and service_s > 0.0):
+        measured = self._profile is not None or self._prompts >= _FEW_PROMPTS
+        if prefill and not (measured and service_s > 0.0):
             return None
         if decode and not self._sum("finished"):
             return None
@@ -185,6 +186,7 @@ class LoadMeter:
             return
         running = sum(worker.running + worker.waiting for worker in workers) / len(workers)
         usage = sum(worker.kv_usage for worker in workers) / len(workers)
+        # Prompts interrupt decoding: their share of the time is no part of a step.
         step_ms = itl_ms * (1.0 - min(busy, _CALM))
         self._steps.append((running, step_ms))
         model = self.model(DECODE)

@@ -265,7 +265,7 @@ class SlaPolicy(TargetedPolicy):
         counts = {PREFILL: 0, DECODE: 0}
         for name, pool in seen.pools.items():
             since_s = seen.now_s - self._hold_s(name)
-            needed = max(one.of(name) for at_s, one in self._recent if at_s > since_s)
+            needed = max(workers.of(name) for at_s, workers in self._recent if at_s > since_s)
             counts[name] = max(sized.workers.of(name), min(needed, pool.workers))
         return replace(sized, workers=Workers(counts[PREFILL], counts[DECODE]))
 
@@ -296,15 +296,17 @@ class SlaPolicy(TargetedPolicy):
         change, pools = 0, []
         for name, pool in seen.pools.items():
             paced = "; the limit of changes keeps the workers"
-            held = wanted.of(name) != pool.workers and within.of(name) == pool.workers
-            why = rule + paced if held and not self._actions.allows(up=False) else rule
-            made = PoolDecision(pool=name, wanted=within.of(name), rule=why, inputs=sized.inputs)
-            if made.wanted not in (pool.workers, self._wanted.get(name)):
+            kept = wanted.of(name) != pool.workers and within.of(name) == pool.workers
+            why = rule + paced if kept and not self._actions.allows(up=False) else rule
+            decision = PoolDecision(
+                pool=name, wanted=within.of(name), rule=why, inputs=sized.inputs
+            )
+            if decision.wanted not in (pool.workers, self._wanted.get(name)):
                 self._actions.use()
-            self._wanted[name] = made.wanted
-            pools.append(made)
-            change += made.wanted - pool.workers
-            self._start_ups[name].changed(pool, made.wanted, seen.now_s)
+            self._wanted[name] = decision.wanted
+            pools.append(decision)
+            change += decision.wanted - pool.workers
+            self._start_ups[name].changed(pool, decision.wanted, seen.now_s)
         figures = {**(forecast or {}), **sized.estimates}
         figures["predicted_num_decode_replicas"] = float(wanted.decode)
         if seen.prefill is not None:

@@ -71,13 +71,13 @@ class StateFile(LoopObserver):
         (self._on_demand.add if is_on_demand(pools) else self._on_demand.discard)(model)
         self.write()
 
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+    def decided(self, record: DecisionRecord, seen: Observation, decision: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
         before = self._models.get(record.model)
         self._models[record.model] = PlannedModel(
             model=record.model,
             # The sharing of GPUs says nothing about the policy.
-            problem=before.problem if before and record.mode == "sharing" else made.problem,
+            problem=before.problem if before and record.mode == "sharing" else decision.problem,
             at_s=record.at_s,
             text="; ".join(pool.text(with_figures=False) for pool in record.pools),
             wanted={pool.pool: pool.wanted for pool in record.pools},
@@ -95,6 +95,7 @@ class StateFile(LoopObserver):
     def finished(self, record: DecisionRecord) -> None:
         """See :class:`LoopObserver`."""
         before = self._models.get(record.model)
+        # Not if a newer decision has taken its place.
         if before is not None and before.at_s == record.at_s:
             text = "; ".join(pool.text() for pool in record.pools)
             self._models[record.model] = msgspec.structs.replace(before, text=text)
@@ -133,8 +134,8 @@ class StateFile(LoopObserver):
             self._path.unlink(missing_ok=True)
 
     def _is_taken(self) -> bool:
-        found = read_planner(self._path.parent)
-        return found is not None and found.pid != os.getpid()
+        report = read_planner(self._path.parent)
+        return report is not None and report.pid != os.getpid()
 
 
 async def serve_explain(runtime: DistributedRuntime, loop: ScalingLoop) -> None:
@@ -199,31 +200,31 @@ async def model_reports(loop: ScalingLoop) -> list[ModelReport]:
     ]
 
 
-def report_text(found: ExplainReport) -> str:
+def report_text(report: ExplainReport) -> str:
     """Return the report for a terminal."""
-    return "\n".join(_lines(found))
+    return "\n".join(_lines(report))
 
 
-def _lines(found: ExplainReport) -> Iterator[str]:
-    if found.decisions:
+def _lines(report: ExplainReport) -> Iterator[str]:
+    if report.decisions:
         yield "last decisions:"
-    elif found.running:
+    elif report.running:
         yield "no decision yet"
-    for record in found.decisions:
+    for record in report.decisions:
         form = "%H:%M:%S" if time.time() - record.at_s < _DAY_S else "%Y-%m-%d %H:%M:%S"
         when = time.strftime(form, time.localtime(record.at_s))
         yield f"{when}  model {record.model}, policy {record.mode}: {record.ending()}"
         yield from _pools(record)
-    for model in found.models:
+    for model in report.models:
         now = model.now
         for record in model.running:
             yield f"running   model {record.model}, for {now.at_s - record.at_s:.0f} s"
             yield from _pools(record)
         yield f"now       model {now.model}, policy {now.mode}: {_next(model)}"
         yield from _pools(now)
-    if not found.running:
-        last = ": these are the decisions of the last one" if found.decisions else ""
-        yield f"no planner runs in namespace {found.namespace!r}{last}"
+    if not report.running:
+        last = ": these are the decisions of the last one" if report.decisions else ""
+        yield f"no planner runs in namespace {report.namespace!r}{last}"
 
 
 def _next(model: ModelReport) -> str:

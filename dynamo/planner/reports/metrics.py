@@ -106,11 +106,11 @@ class PlannerMetrics(LoopObserver):
         gpus = sum(pool.gpus for pool in pools.values())
         self._gauge(model, "gpu_hours").value += hours * gpus
 
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+    def decided(self, record: DecisionRecord, seen: Observation, decision: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
         model, settings = record.model, self._settings
         targets = {"sla_target_ttft_ms": settings.ttft_ms, "sla_target_itl_ms": settings.itl_ms}
-        for name, value in {**targets, **observed(seen), **made.forecast}.items():
+        for name, value in {**targets, **observed(seen), **decision.forecast}.items():
             if name in _BY_NAME:
                 self._set(model, name, value)
         for pool in record.pools:  # after the forecast, which ignores the budget and the load
@@ -194,6 +194,7 @@ class TensorboardLog(LoopObserver):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._origin_s = _origin_s(directory)
+        # Step 0 on the monotonic clock: later steps do not depend on changes of the time of day.
         self._started_s = time.monotonic() - (time.time() - self._origin_s)
         self._unwritten: dict[str, bytearray] = {}
         self._lock = threading.Lock()
@@ -210,9 +211,9 @@ class TensorboardLog(LoopObserver):
         """See :class:`LoopObserver`."""
         self._scalars(model, pull_scalars(pull, pools))
 
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+    def decided(self, record: DecisionRecord, seen: Observation, decision: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
-        self._scalars(record.model, {**observed(seen), **made.forecast})
+        self._scalars(record.model, {**observed(seen), **decision.forecast})
         if record.changes:
             self._add(record.model, text("decisions", record.text()))
 
@@ -221,7 +222,7 @@ class TensorboardLog(LoopObserver):
         self._add(action.model, text("actions", str(action)))
 
     def _scalars(self, model: str, scalars: Mapping[str, float]) -> None:
-        values = [one for name, value in scalars.items() for one in scalar(name, value).value]
+        values = [point for name, value in scalars.items() for point in scalar(name, value).value]
         if values:
             self._add(model, Summary(value=values))
 
@@ -239,6 +240,7 @@ class TensorboardLog(LoopObserver):
         failing: set[str] = set()
         closing = False
         while not closing:
+            # Read before the records are taken: the round after the closing writes the rest.
             closing = self._closing.wait(_FLUSH_S)
             with self._lock:
                 added, self._unwritten = self._unwritten, {}
@@ -298,10 +300,11 @@ class _Run:
             f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{nanoseconds:09d}"
             f".step0at{self._origin_s:.0f}"
         )
+        # tensorboard reads only files that begin with this record.
         version = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         _append(path, version, 0)
         self._path, self._size_bytes = path, len(version)
-        files = sorted(one for one in self._directory.iterdir() if _FILE_NAME.match(one.name))
+        files = sorted(file for file in self._directory.iterdir() if _FILE_NAME.match(file.name))
         for path in files[:-_FILES]:
             path.unlink(missing_ok=True)
 
@@ -339,8 +342,8 @@ def _origin_s(directory: Path) -> float:
     """Return the Unix time of step 0: that of the first planner here, by the names of its files."""
     times = [time.time()]
     for path in directory.glob("*/*"):
-        if made := _FILE_NAME.match(path.name):
-            times += [int(found[1]) for found in (made, _ORIGIN.search(path.name)) if found]
+        if match := _FILE_NAME.match(path.name):
+            times += [int(stamp[1]) for stamp in (match, _ORIGIN.search(path.name)) if stamp]
     return min(times)
 
 

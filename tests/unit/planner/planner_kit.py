@@ -199,7 +199,7 @@ class Recorder(LoopObserver):
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         self.pools.append(pools)
 
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+    def decided(self, record: DecisionRecord, seen: Observation, decision: ScalingDecision) -> None:
         self.decisions.append(record)
 
     def finished(self, record: DecisionRecord) -> None:
