@@ -79,6 +79,7 @@ class AlertWatch:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
+        # In the thread, not in the constructor: the disk with the events may hang.
         book = AlertBook(self._open(), time.monotonic(), self._scale)
         while not self._stop.wait(_PERIOD_S * self._scale):
             try:
@@ -91,26 +92,29 @@ class AlertWatch:
 
     def _open(self) -> dict[AlertKey, tuple[float, str]]:
         """Return the alerts that began and did not end, with their ages and models."""
-        found: dict[AlertKey, tuple[float, str]] = {}
+        began: dict[AlertKey, tuple[float, str]] = {}
         with contextlib.closing(EventReader(self._directory)) as reader:
             for event in reader.all():
                 key = AlertKey(event.alert, event.name)
                 if event.kind == "alert":
-                    found[key] = (max(0.0, time.time() - event.at_s), event.model)
+                    began[key] = (max(0.0, time.time() - event.at_s), event.model)
                 elif event.kind == "cleared":
-                    found.pop(key, None)
-        return found
+                    began.pop(key, None)
+        return began
 
     def _add(self, changes: Iterable[AlertChange]) -> None:
-        for one in changes:
-            kind, text = ("cleared" if one.ends else "alert"), f"{one.key.alert}: {one.text}"
-            self._events.add(kind, one.key.subject, text, model=one.model, alert=one.key.alert)
+        for change in changes:
+            kind, key = "cleared" if change.ends else "alert", change.key
+            text = f"{key.alert}: {change.text}"
+            self._events.add(kind, key.subject, text, model=change.model, alert=key.alert)
 
     def _read(self) -> AlertFacts:
         return AlertFacts(
             now_s=time.monotonic(),
             box=self._reader.read(None),
-            frontends={one.entry.name: read_counts(one) for one in self._frontends()},
+            frontends={
+                frontend.entry.name: read_counts(frontend) for frontend in self._frontends()
+            },
             disks=[*_file_systems([self._state_path, models_path()])],
         )
 

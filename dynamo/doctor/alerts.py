@@ -107,7 +107,7 @@ class AlertConditions:
         """Return the conditions that are true, whatever their duration."""
         rates = self._rates
         rates.add(facts)
-        found: dict[AlertKey, Condition] = {}
+        conditions: dict[AlertKey, Condition] = {}
         for rule, subject, condition in (
             *_frontends(facts),
             *_models(facts.box),
@@ -115,8 +115,9 @@ class AlertConditions:
             *_routing(facts, rates),
             *_disks(facts.disks),
         ):
-            found.setdefault(AlertKey(rule.name, subject), condition)
-        return found
+            # Several frontends may report the same: the first one counts.
+            conditions.setdefault(AlertKey(rule.name, subject), condition)
+        return conditions
 
 
 _Finding = tuple[AlertRule, str, Condition]
@@ -129,10 +130,10 @@ def _frontends(facts: AlertFacts) -> Iterator[_Finding]:
 
 
 def _models(box: BoxStatus) -> Iterator[_Finding]:
-    by_name = {one.name: one for one in box.workers}
+    by_name = {worker.name: worker for worker in box.workers}
     planned = box.planner is not None and box.planner.state == "running"
     for model in box.models:
-        restarts = any(by_name[one].restarts for one in model.workers if one in by_name)
+        restarts = any(by_name[name].restarts for name in model.workers if name in by_name)
         if not model.ready and (_is_awaited(model) or model.state == "failed" or restarts):
             cause = f" ({model.cause})" if model.cause else ""
             text = f"no worker serves {model.model}{cause}; see: dynamo ps"
@@ -212,6 +213,7 @@ class _Rates:
             if counts is not None:
                 self._grow(name, counts)
         self._kept.append(_Totals(facts.now_s, dict(self._grown)))
+        # Keep one that is at least RATE_S old, so that rates are over the whole of it.
         while len(self._kept) > 1 and facts.now_s - self._kept[1].at_s >= RATE_S:
             self._kept.popleft()
         first = self._kept[0].counts
@@ -237,6 +239,7 @@ class _Rates:
         self._before[name] = counts
         if before is None:  # what it counted before the first look is of no known time
             return
+        # Another process began at 0: all that it has counted is new.
         old = _counters(name, before) if before.pid == counts.pid else {}
         for key, number in _counters(name, counts).items():
             self._grown[key] = self._grown.get(key, 0.0) + number - old.get(key, 0.0)
@@ -255,14 +258,14 @@ class _Rates:
 
 def _counters(name: str, counts: FrontendCounts) -> dict[tuple[str, str], float]:
     """Return all counters of the frontend ``name`` by their kind, and model or frontend."""
-    found = {
+    counters = {
         (kind, model): number
         for kind in ("requests", "failed", "rejected")
         for model, number in getattr(counts, kind).items()
     }
     for kind in ("estimates", "estimate_error_s", "first_tokens_s"):
-        found[kind, name] = getattr(counts, kind)
-    return found
+        counters[kind, name] = getattr(counts, kind)
+    return counters
 
 
 @dataclass(slots=True)
@@ -293,16 +296,19 @@ class AlertBook:
             for key, (age_s, model) in (began or {}).items()
         }
 
-    def update(self, found: Mapping[AlertKey, Condition], now_s: float) -> Iterator[AlertChange]:
+    def update(
+        self, conditions: Mapping[AlertKey, Condition], now_s: float
+    ) -> Iterator[AlertChange]:
         """Yield what begins and ends now."""
-        for key, condition in found.items():
+        for key, condition in conditions.items():
             alert = self._alerts.setdefault(key, _Alert(now_s, now_s, condition.model))
             alert.true_s = now_s
             if not alert.began and now_s - alert.since_s >= self._for_s[key.alert]:
                 alert.began = True
                 yield AlertChange(key, False, condition.text, condition.model)
-        for key in [one for one in self._alerts if one not in found]:
+        for key in [key for key in self._alerts if key not in conditions]:
             alert = self._alerts[key]
+            # False before its time was over: it never was an alert.
             if not alert.began:
                 del self._alerts[key]
             elif now_s - alert.true_s >= CLEAR_S * self._scale:

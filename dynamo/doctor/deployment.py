@@ -100,20 +100,20 @@ def check_arbiter(pid: int, namespace: str, hang: str) -> Finding:
 
 def check_listeners(listeners: Sequence[ListenerFacts]) -> Iterator[Finding]:
     """Report other sockets of the deployment that other machines can reach."""
-    for one in listeners:
-        if not one.is_frontend:
+    for listener in listeners:
+        if not listener.is_frontend:
             yield Finding.warning(
                 "exposure",
-                f"{one.component}: {one.program} (pid {one.pid}) listens on "
-                f"{one.address}:{one.port}",
+                f"{listener.component}: {listener.program} (pid {listener.pid}) listens on "
+                f"{listener.address}:{listener.port}",
                 cause="other machines reach it without a key",
-                remedy=f"sudo ufw deny {one.port}/tcp",
+                remedy=f"sudo ufw deny {listener.port}/tcp",
             )
 
 
 def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterator[Finding]:
     """Report workers whose KV events do not reach the router: their caches stay unknown."""
-    routed = [one for one in workers if one.takes_tokens]
+    routed = [worker for worker in workers if worker.takes_tokens]
     if not router.follows_events or not routed:
         return
     before = False
@@ -180,23 +180,23 @@ def check_block_sizes(workers: Sequence[WorkerFacts], router: RouterFacts) -> It
     for worker in workers:
         if worker.takes_tokens:
             sizes[worker.model][worker.block_size].append(_name(worker))
-    found = 0
+    mismatches = 0
     for model, by_size in sizes.items():
         if len(by_size) > 1:
-            found += 1
+            mismatches += 1
             listed = ", ".join(
                 f"{tokens} ({', '.join(names)})" for tokens, names in sorted(by_size.items())
             )
             yield _mismatch(f"{model}: KV blocks of different sizes: {listed}", "block-size: …")
         elif router.block_size is not None and router.block_size not in by_size:
-            found += 1
+            mismatches += 1
             (tokens,) = by_size
             yield _mismatch(
                 f"{model}: KV blocks of {tokens} tokens, but the router hashes blocks of "
                 f"{router.block_size}",
                 f"kv-cache-block-size: {tokens}",
             )
-    if sizes and not found:
+    if sizes and not mismatches:
         yield Finding.ok("block-size", "KV block sizes agree")
 
 

@@ -77,13 +77,14 @@ def _without_driver(facts: GpuFacts) -> Finding:
 
 def _check_holders(gpu: Gpu, own_pids: frozenset[int]) -> Iterator[Finding]:
     where = f"GPU {gpu.index} ({gpu.name})"
-    foreign = [one for one in gpu.processes if one.pid not in own_pids]
-    for process in sorted(foreign, key=lambda one: -one.memory_bytes):
+    foreign = [process for process in gpu.processes if process.pid not in own_pids]
+    for process in sorted(foreign, key=lambda process: -process.memory_bytes):
         if process.memory_bytes >= _HELD_BYTES or not process.memory_bytes:
             yield _held(where, process)
-    known = sum(process.memory_bytes for process in gpu.processes)
-    hidden = gpu.used_bytes - known
-    if hidden >= _UNATTRIBUTED_BYTES and all(one.memory_bytes for one in gpu.processes):
+    attributed = sum(process.memory_bytes for process in gpu.processes)
+    hidden = gpu.used_bytes - attributed
+    # Where a process has no size, its memory would count as hidden.
+    if hidden >= _UNATTRIBUTED_BYTES and all(process.memory_bytes for process in gpu.processes):
         yield Finding.warning(
             "vram",
             f"{where}: {_gib(hidden)} in use by processes that are not visible here",
@@ -117,14 +118,14 @@ def check_engines(engines: Sequence[EngineFacts], gpus: GpuFacts) -> Iterator[Fi
 
 
 def _check_version(engine: EngineFacts) -> Finding:
-    shown = f"{engine.name} {engine.version}"
+    label = f"{engine.name} {engine.version}"
     minor = ".".join(engine.version.split(".")[:2])
     if not engine.tested or minor in engine.tested:
         tested = ", a tested version" if engine.tested else ""
-        return Finding.ok("engines", shown + tested)
+        return Finding.ok("engines", label + tested)
     return Finding.warning(
         "engines",
-        f"{shown} is not tested; tested: {', '.join(engine.tested)}",
+        f"{label} is not tested; tested: {', '.join(engine.tested)}",
         cause="an untested version runs through its slower public interface, with fewer features",
         remedy=f"pip install '{engine.name}=={engine.tested[-1]}.*'",
     )
@@ -163,14 +164,14 @@ def check_limits(facts: LimitFacts) -> Iterator[Finding]:
     yield _check_locked(facts)
     yield from _check_inotify(facts)
     left = _ABOVE_ANY_USE if facts.tasks < 0 else facts.tasks - facts.tasks_used
-    shown = "no limit" if facts.tasks < 0 else f"{facts.tasks_used} of {facts.tasks} used"
+    used = "no limit" if facts.tasks < 0 else f"{facts.tasks_used} of {facts.tasks} used"
     if left >= _FEW_TASKS:
-        yield Finding.ok("nproc", f"processes and threads: {shown}")
+        yield Finding.ok("nproc", f"processes and threads: {used}")
         return
     yield Finding(
         check="nproc",
         severity="error" if left < _TOO_FEW_TASKS else "warning",
-        summary=f"processes and threads: {shown}",
+        summary=f"processes and threads: {used}",
         cause="an engine starts hundreds of threads; above the limit it ends with EAGAIN or "
         "'can't start new thread'",
         remedy="sudo prlimit --pid $$ --nproc=65536  # in a container: --pids-limit=-1",
@@ -180,8 +181,8 @@ def check_limits(facts: LimitFacts) -> Iterator[Finding]:
 def _check_files(facts: LimitFacts) -> Finding:
     hard = facts.files_hard
     if hard < 0 or hard >= facts.files_needed:
-        shown = "no limit" if hard < 0 else f"up to {hard}"
-        return Finding.ok("nofile", f"open files: {shown}")
+        limit = "no limit" if hard < 0 else f"up to {hard}"
+        return Finding.ok("nofile", f"open files: {limit}")
     return Finding(
         check="nofile",
         severity="error" if hard < _FEW_FILES else "warning",
@@ -199,13 +200,13 @@ def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
         ("watches", facts.inotify_watches, facts.inotify_watches_used,
          processes * _WATCHES_PER_PROCESS, 524_288),
     ):  # fmt: skip
-        shown = "no limit" if limit < 0 else f"{used} of {limit} used"
+        usage = "no limit" if limit < 0 else f"{used} of {limit} used"
         if limit < 0 or limit - used >= needed:
-            yield Finding.ok("inotify", f"inotify {what}: {shown}")
+            yield Finding.ok("inotify", f"inotify {what}: {usage}")
             continue
         yield Finding.warning(
             "inotify",
-            f"inotify {what}: {shown}, the deployment needs {needed}",
+            f"inotify {what}: {usage}, the deployment needs {needed}",
             cause="a process without them looks once a second which workers are alive",
             remedy=f"sudo sysctl fs.inotify.max_user_{what}={max(raised, 2 * limit)}",
         )
@@ -213,12 +214,12 @@ def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
 
 def _check_locked(facts: LimitFacts) -> Finding:
     limit = facts.locked_bytes
-    shown = "no limit" if limit < 0 else size_text(limit)
+    size = "no limit" if limit < 0 else size_text(limit)
     if not facts.transfers_blocks or limit < 0 or limit >= _LOCKED_BYTES:
-        return Finding.ok("memlock", f"locked memory: {shown}")
+        return Finding.ok("memlock", f"locked memory: {size}")
     return Finding.warning(
         "memlock",
-        f"locked memory: at most {shown}",
+        f"locked memory: at most {size}",
         cause="prefill and decode workers register memory to transfer KV blocks, which fails above "
         "the limit",
         remedy="sudo prlimit --pid $$ --memlock=unlimited  # dynamo install-service sets it",
@@ -237,21 +238,26 @@ def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
             remedy="sudo sysctl vm.nr_hugepages=0",
         )
     else:
-        shown = f"{size_text(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
-        yield Finding.ok("hugepages", f"huge pages: {shown}")
+        reserved = (
+            f"{size_text(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
+        )
+        yield Finding.ok("hugepages", f"huge pages: {reserved}")
 
 
 def check_cpu_memory(facts: MemoryFacts, share: float) -> Finding:
     """Check that engines on the CPU get the ``share`` of its memory that they reserve together."""
     available = facts.ram_available_bytes / max(1, facts.ram_bytes)
-    shown = f"memory for vLLM on the CPU: {available:.0%} of {size_text(facts.ram_bytes)} available"
+    summary = (
+        f"memory for vLLM on the CPU: {available:.0%} of {size_text(facts.ram_bytes)} available"
+    )
     if share <= available:
-        return Finding.ok("cpu-memory", shown)
+        return Finding.ok("cpu-memory", summary)
     return Finding.error(
         "cpu-memory",
-        f"{shown}, its workers reserve {share:.0%}",
+        f"{summary}, its workers reserve {share:.0%}",
         cause="on the CPU, too, gpu-memory-utilization is the part of the memory that a worker "
         "reserves; vLLM does not start with less",
+        # Four fifths of what is available, in two digits.
         remedy=f"gpu-memory-utilization: {int(80 * available) / 100:g}  # in the graph, for all "
         "workers together",
     )
@@ -266,15 +272,15 @@ def _check_shm(facts: MemoryFacts) -> Finding:
             cause="engines exchange data between their processes there",
             remedy="sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=16G tmpfs /dev/shm",
         )
-    shown = f"/dev/shm: {size_text(facts.shm_free_bytes)} of {size_text(facts.shm_bytes)} free"
+    summary = f"/dev/shm: {size_text(facts.shm_free_bytes)} of {size_text(facts.shm_bytes)} free"
     if facts.shm_free_bytes >= _SHM_BYTES:
-        return Finding.ok("shm", shown)
+        return Finding.ok("shm", summary)
     if facts.shm_bytes >= _SHM_BYTES:
         remedy = "ls -lhS /dev/shm  # files of crashed programs may be removed"
     return Finding(
         check="shm",
         severity="error" if facts.shards > 1 else "warning",
-        summary=shown,
+        summary=summary,
         cause="an engine over several GPUs or processes needs about 1 GiB there, and ends with "
         "'Bus error' or an NCCL error without it",
         remedy=remedy,
@@ -314,21 +320,21 @@ def check_disks(facts: DiskFacts) -> Iterator[Finding]:
 
 
 def _check_space(
-    check: str, what: str, found: FileSystemFacts, wanted_bytes: int, least_bytes: int
+    check: str, what: str, disk: FileSystemFacts, wanted_bytes: int, least_bytes: int
 ) -> Finding:
-    shown = f"{what}: {size_text(found.free_bytes)} free in {found.path}"
-    if found.free_bytes >= wanted_bytes and found.free_files != 0:
-        return Finding.ok(check, shown)
+    summary = f"{what}: {size_text(disk.free_bytes)} free in {disk.path}"
+    if disk.free_bytes >= wanted_bytes and disk.free_files != 0:
+        return Finding.ok(check, summary)
     move = "HF_HOME=/path/on/another/disk" if check == "models" else "DYN_LOCAL_STATE_DIR=…"
-    if found.free_files == 0:
-        shown += ", but no inodes"
+    if disk.free_files == 0:
+        summary += ", but no inodes"
     return Finding(
         check=check,
-        severity="error" if found.free_bytes < least_bytes or not found.free_files else "warning",
-        summary=shown,
+        severity="error" if disk.free_bytes < least_bytes or not disk.free_files else "warning",
+        summary=summary,
         cause=f"at least {size_text(wanted_bytes)} should be free; a full disk ends downloads and "
         "loses logs",
-        remedy=f"du -xhd1 {quote(str(found.path))} | sort -h  # or: export {move}",
+        remedy=f"du -xhd1 {quote(str(disk.path))} | sort -h  # or: export {move}",
     )
 
 
@@ -368,7 +374,6 @@ def check_clock(facts: ClockFacts) -> Iterator[Finding]:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes for people."""
     """Return a number of bytes for people."""
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"

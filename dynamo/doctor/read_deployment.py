@@ -127,13 +127,14 @@ def read_workers(store: Path, document: Document) -> list[WorkerFacts]:
             channel = _decode_channel(stored.value)
             if channel.topic == KV_EVENTS:
                 channels[stored.lease_id] = channel.transport.get("endpoint", "")
-    found = []
+    workers = []
     for stored in stored_records(store / "v1/mdc"):
         with contextlib.suppress(ValueError):
             card = decode_card(stored.value)
+            # The card of a process that was killed stays until its lease is swept.
             if card.lora_name is None and (store / "leases" / f"{stored.lease_id:x}").exists():
-                found.append(_worker(card, stored.lease_id, components, channels))
-    return sorted(found, key=lambda worker: worker.name)
+                workers.append(_worker(card, stored.lease_id, components, channels))
+    return sorted(workers, key=lambda worker: worker.name)
 
 
 def _worker(
@@ -153,14 +154,14 @@ def _worker(
 
 def _unreachable(endpoint: str) -> str:
     """Return why no subscriber can connect to ``endpoint``; "" if one can, or if it is unknown."""
-    kind, _, place = endpoint.partition("://")
+    kind, _, address = endpoint.partition("://")
     try:
         if kind == "ipc":
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(_CONNECT_S)
-                probe.connect(place)
+                probe.connect(address)
         elif kind == "tcp":
-            host, _, port = place.rpartition(":")
+            host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, ValueError) as error:
         return f"{endpoint}: {getattr(error, 'strerror', None) or error}"
@@ -204,7 +205,7 @@ def find_running(directory: Path, namespace: str) -> Deployed:
             if document is not None and runs_here(document.arbiter):
                 wanted = document if path.stem == namespace else wanted
                 roots |= _roots(document)
-    processes = {one.pid: one for one in snapshot()} if roots else {}
+    processes = {process.pid: process for process in snapshot()} if roots else {}
     owners = {pid: _owner(pid, processes, roots) for pid in processes}
     return Deployed(wanted, {pid: owner for pid, owner in owners.items() if owner})
 
@@ -229,14 +230,14 @@ def _owner(pid: int, processes: Mapping[int, ProcessStat], roots: Mapping[int, s
 
 def frontends_of(services: Sequence[Service]) -> list[FrontendGraph]:
     """Return the frontends of a graph; one with invalid options is reported by `prepare`."""
-    found = []
+    frontends = []
     for service in services:
         if service.is_frontend:
             groups = (FrontendSettings, RouterSettings)
             checked = check_options(groups, service.words, {**environ(), **service.envs})
             if checked.settings is not None:
-                found.append(FrontendGraph(service.name, *checked.settings))
-    return found
+                frontends.append(FrontendGraph(service.name, *checked.settings))
+    return frontends
 
 
 def read_frontends(
@@ -313,14 +314,15 @@ class _Listening(NamedTuple):
 
 
 def _listening() -> Iterator[_Listening]:
-    for one in psutil.net_connections(kind="tcp"):
-        if one.status == psutil.CONN_LISTEN and one.laddr:
-            yield _Listening(one.pid or 0, one.laddr.ip, one.laddr.port)
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr:
+            yield _Listening(connection.pid or 0, connection.laddr.ip, connection.laddr.port)
 
 
 def _listener(port: int) -> _Listening | None:
-    found = [one for one in _listening() if one.port == port]
-    return max(found, default=None)
+    sockets = [listening for listening in _listening() if listening.port == port]
+    # By the pid, which comes first: 0 stands for a process of another user.
+    return max(sockets, default=None)
 
 
 def _shown(holder: _Listening) -> str:
@@ -350,14 +352,15 @@ def read_listeners(
     if not deployed.owners:
         return
     ports = {frontend.port for frontend in frontends}
-    for one in sorted({one[1:]: one for one in _listening()}.values()):
-        owner = deployed.owners.get(one.pid)
-        if owner is not None and not _is_loopback(one.address):
+    # By address and port: processes that share a socket are listed once.
+    for listening in sorted({listening[1:]: listening for listening in _listening()}.values()):
+        owner = deployed.owners.get(listening.pid)
+        if owner is not None and not _is_loopback(listening.address):
             yield ListenerFacts(
                 component=owner,
-                program=_program(one.pid),
-                pid=one.pid,
-                address=f"[{one.address}]" if ":" in one.address else one.address,
-                port=one.port,
-                is_frontend=one.port in ports,
+                program=_program(listening.pid),
+                pid=listening.pid,
+                address=f"[{listening.address}]" if ":" in listening.address else listening.address,
+                port=listening.port,
+                is_frontend=listening.port in ports,
             )

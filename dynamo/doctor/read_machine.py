@@ -66,6 +66,7 @@ def read_gpus(own_pids: frozenset[int]) -> GpuFacts:
         devices=tuple(devices or ()),
         boards=boards,
         driver=driver,
+        # 12040 is CUDA 12.4.
         cuda=(number // 1000, number % 1000 // 10),
         own_pids=own_pids,
     )
@@ -99,11 +100,15 @@ def read_engines(
 
 
 def _packages(tested: Mapping[str, tuple[str, ...]], paths: list[str]) -> Iterator[EngineFacts]:
-    cuda = next(filter(None, (_package_version(one, paths) for one in _RUNTIMES)), None)
+    cuda = next(
+        filter(None, (_package_version(distribution, paths) for distribution in _RUNTIMES)), None
+    )
     built = None if cuda is None else (int(cuda.split(".")[0]), int(cuda.split(".")[1]))
     for name, distributions in _PACKAGES.items():
         versions = {
-            one: version for one in distributions if (version := _package_version(one, paths))
+            distribution: version
+            for distribution in distributions
+            if (version := _package_version(distribution, paths))
         }
         if not versions:
             continue
@@ -139,8 +144,8 @@ def _program(name: str, path: str | None) -> EngineFacts | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return EngineFacts(name=name, version="of unknown version")
-    found = _VERSION.search(done.stdout + done.stderr)
-    return EngineFacts(name=name, version=found[1] if found else "of unknown version")
+    match = _VERSION.search(done.stdout + done.stderr)
+    return EngineFacts(name=name, version=match[1] if match else "of unknown version")
 
 
 def read_limits(files_needed: int, transfers_blocks: bool, processes_needed: int = 0) -> LimitFacts:
@@ -193,21 +198,22 @@ def _own_processes() -> Iterator[Path]:
 
 def _tasks() -> tuple[int, int]:
     """Return the nearer limit on threads and its use: RLIMIT_NPROC, or that of the cgroup."""
-    found: list[tuple[int, int]] = []
+    limits: list[tuple[int, int]] = []
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit >= 0 and os.geteuid():  # does not apply to root
-        found.append((limit, _threads()))
+        limits.append((limit, _threads()))
     group = _cgroup()
     with_limit = [path for path in (group, *group.parents) if (path / "pids.max").is_file()]
     for path in with_limit:
         most = (path / "pids.max").read_text().strip()
         if most.isdigit():
-            found.append((int(most), int((path / "pids.current").read_text())))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=(-1, 0))
+            limits.append((int(most), int((path / "pids.current").read_text())))
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=(-1, 0))
 
 
 def _cgroup() -> Path:
     """Return the directory of this process's cgroup, version 2."""
+    # The last line is that of version 2, 0::/PATH.
     line = Path("/proc/self/cgroup").read_text().strip().rpartition("\n")[2]
     return Path("/sys/fs/cgroup") / line.rpartition(":")[2].lstrip("/")
 
@@ -218,6 +224,7 @@ def _threads() -> int:
     for path in _own_processes():
         with contextlib.suppress(OSError):  # it ended
             fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
+            # Behind the name, field 3 of proc(5) is index 0: num_threads is field 20.
             threads += int(fields[17])
     return threads
 
@@ -226,6 +233,7 @@ def read_memory(shards: int) -> MemoryFacts:
     """Return the sizes of /dev/shm and of reserved huge pages."""
     text = Path("/proc/meminfo").read_text()
     sizes = {name: int(number) for name, number in re.findall(r"^(\w+):\s+(\d+)", text, re.M)}
+    # Sizes are in KiB, numbers of huge pages are not.
     page = sizes.get("Hugepagesize", 0) << 10
     shm = os.statvfs(_SHM) if _SHM.is_dir() else None
     return MemoryFacts(
@@ -248,15 +256,15 @@ def models_path() -> Path:
 
 def file_system(path: Path) -> FileSystemFacts:
     """Return the file system of ``path``, or of the nearest directory above that exists."""
-    nearest = next(one for one in (path, *path.parents) if one.exists())
-    found = os.statvfs(nearest)
+    nearest = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+    status = os.statvfs(nearest)
     return FileSystemFacts(
         path=str(path),
         kind=_kind(nearest.resolve()),
-        free_bytes=found.f_bavail * found.f_frsize,
-        free_files=found.f_favail if found.f_files else -1,  # some have no fixed number
+        free_bytes=status.f_bavail * status.f_frsize,
+        free_files=status.f_favail if status.f_files else -1,  # some have no fixed number
         writable=os.access(nearest, os.W_OK | os.X_OK),
-        read_only=bool(found.f_flag & os.ST_RDONLY),
+        read_only=bool(status.f_flag & os.ST_RDONLY),
     )
 
 
@@ -265,7 +273,9 @@ def _kind(path: Path) -> str:
     best, kind = -1, ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")
+        # Blanks in paths are octal escapes, such as \040.
         mounted = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields.split()[4])
+        # Of two mounts at one path the later one covers the earlier.
         if path.is_relative_to(mounted) and len(mounted) >= best:
             best, kind = len(mounted), rest.split()[0]
     return kind
@@ -278,6 +288,7 @@ def read_clock() -> ClockFacts:
     while (start_s := time.monotonic()) < end_s:
         time.sleep(_SLEEP_S)
         paused_s = max(paused_s, time.monotonic() - start_s - _SLEEP_S)
+    # Only the first of the two clocks goes on during a suspend.
     suspended_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
     return ClockFacts(
         synchronized=_synchronized(),
@@ -302,8 +313,8 @@ class _Timex(ctypes.Structure):
 
 
 def _synchronized() -> bool | None:
-    found = _Timex()
-    state = _libc.adjtimex(ctypes.byref(found))  # modes is 0: only reads
+    timex = _Timex()
+    state = _libc.adjtimex(ctypes.byref(timex))  # modes is 0: only reads
     if state < 0:
         return None
-    return state != _TIME_ERROR and not found.status & _STA_UNSYNC
+    return state != _TIME_ERROR and not timex.status & _STA_UNSYNC
