@@ -91,6 +91,7 @@ def place_workers(
         specs = [replace(spec, gpu=0.0) if spec.service in derived else spec for spec in specs]
     needs = _needs(graph, specs) if devices else {}
     ledger = ledger_of(deployed, inventory.ids)
+    # As if the namespace held nothing: what it has now is free for its own graph.
     allocator = ledger.allocator(without=ledger.held, inventory=inventory)
     ours = {gpu for entry in deployed.components.values() for gpu in entry.gpus}
     specs = place(specs, inventory, allocator, MemoryRanks(devices, needs, ours))
@@ -174,6 +175,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
     here = graph_directory(graph)
     if _shadows_us(here):
+        # Else `python -m` imports from the working directory first.
         env["PYTHONSAFEPATH"] = "1"
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))
@@ -206,11 +208,11 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
 def _deployed(namespace: str, runtime: RuntimeSettings) -> Document:
     """Return the statefile of the running deployment, else an empty one in its place."""
     directory = state_path(runtime)
-    found = None
+    document = None
     with contextlib.suppress(StatefileError):  # a start replaces it
-        found = Statefile(directory, namespace).read()
-    if found is not None and runs_here(found.arbiter):
-        return found
+        document = Statefile(directory, namespace).read()
+    if document is not None and runs_here(document.arbiter):
+        return document
     return Document(namespace=namespace, directory=str(directory))
 
 

@@ -102,8 +102,8 @@ class _Converter:
         services: dict[str, dict[str, Any]] = {}
         names: dict[str, str] = {}
         for model in models:
-            given = self._mapping(models, model)
-            service = self._service(model, given)
+            keys = self._mapping(models, model)
+            service = self._service(model, keys)
             if service is not None:
                 names[model] = _service_name(model, services)
                 services[names[model]] = service
@@ -121,25 +121,25 @@ class _Converter:
         }
         planner = {"run": PLANNER, "mode": "auto", "max-gpu-budget": max(8, len(services))}
         document = {**head, "Frontend": frontend, "Planner": planner, **services}
-        made: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=_WIDE)
+        text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=_WIDE)
         return Converted(
-            re.sub(r"^(?=[A-Z])", "\n", made, flags=re.MULTILINE), self.left_out, self.has_secrets
+            re.sub(r"^(?=[A-Z])", "\n", text, flags=re.MULTILINE), self.left_out, self.has_secrets
         )
 
-    def _service(self, model: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _service(self, model: str, keys: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the service of ``model``; None if it cannot be one."""
-        for key, value in given.items():
+        for key, value in keys.items():
             if value and key in _MODEL_LEFT_OUT:
                 self.left_out.append(f"{model}.{key}: {_MODEL_LEFT_OUT[key]}")
             elif key not in _READ_OF_MODEL and key not in _MODEL_LEFT_OUT:
                 self.left_out.append(f"{model}.{key}: not known")
-        given = self._expanded(model, {k: v for k, v in given.items() if k in _READ_OF_MODEL})
+        keys = self._expanded(model, {k: v for k, v in keys.items() if k in _READ_OF_MODEL})
         if "," in model or "=" in model:
             self.left_out.append(f"{model}: a name cannot have ',' or '='")
             return None
-        upstream = given.get("useModelName")
+        upstream = keys.get("useModelName")
         service: dict[str, Any] = {"run": ATTACH}
-        command = _command(str(given.get("cmd") or ""))
+        command = _command(str(keys.get("cmd") or ""))
         if not command:
             self.left_out.append(f"{model}: it has no cmd")
             return None
@@ -150,56 +150,58 @@ class _Converter:
         self.has_secrets |= _SECRET_FLAG.search(command) is not None
         service["exec"] = command.replace("${PORT}", "{port}")
         if "${PORT}" not in command:
-            if not given.get("proxy"):
+            if not keys.get("proxy"):
                 self.left_out.append(f"{model}: its cmd has no ${{PORT}}, and it has no proxy")
                 return None
-            service["url"] = str(given["proxy"]).rstrip("/")
-        elif path := urlsplit(str(given.get("proxy") or "")).path.rstrip("/"):
+            service["url"] = str(keys["proxy"]).rstrip("/")
+        elif path := urlsplit(str(keys.get("proxy") or "")).path.rstrip("/"):
             self.left_out.append(f"{model}.proxy: its path {path}: the server is asked at /v1")
         service["served-model-name"] = f"{model}={upstream}" if upstream else model
-        service |= self._limits(given)
-        service["ServiceArgs"] = self._args(model, given)
+        service |= self._limits(keys)
+        service["ServiceArgs"] = self._args(model, keys)
         return service
 
-    def _limits(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        found = {
+    def _limits(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        limits = {
             "startup-timeout-secs": self.values.get("healthCheckTimeout"),
-            "engine-request-limit": given.get("concurrencyLimit"),
-            "connect-timeout-secs": self._mapping(given, "timeouts").get("connect"),
-            "response-timeout-secs": self._mapping(given, "timeouts").get("responseHeader"),
+            "engine-request-limit": keys.get("concurrencyLimit"),
+            "connect-timeout-secs": self._mapping(keys, "timeouts").get("connect"),
+            "response-timeout-secs": self._mapping(keys, "timeouts").get("responseHeader"),
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in limits.items() if value}
 
-    def _args(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _args(self, model: str, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``ServiceArgs`` of a model, without its groups."""
-        ttl = given.get("ttl", -1)
+        ttl = keys.get("ttl", -1)
+        # -1 is llama-swap's default: the value for all models counts.
         ttl = self.values.get("globalTTL", 0) if ttl in (None, -1) else ttl
         args: dict[str, Any] = {"workers": 0, "idle_timeout": f"{ttl}s" if ttl else "never"}
-        filters = self._mapping(given, "filters")
+        filters = self._mapping(keys, "filters")
         self._filters(model, filters, args)
         aliases = [
-            one if isinstance(one, dict) else {"id": one} for one in self._list(given, "aliases")
+            alias if isinstance(alias, dict) else {"id": alias}
+            for alias in self._list(keys, "aliases")
         ]
         if aliases:
-            args["aliases"] = [str(one.get("id")) for one in aliases]
-        shown = bool(self.values.get("includeAliasesInList"))
-        listed = [not one.get("unlisted", not shown) for one in aliases]
-        if given.get("unlisted"):
+            args["aliases"] = [str(alias.get("id")) for alias in aliases]
+        lists_aliases = bool(self.values.get("includeAliasesInList"))
+        listed = [not alias.get("unlisted", not lists_aliases) for alias in aliases]
+        if keys.get("unlisted"):
             args["hidden"] = True
         elif aliases and not all(listed):
             args["hidden"] = "aliases"
             if any(listed):
                 self.left_out.append(f"{model}.aliases: all are hidden, or none; these are hidden")
-        if given.get("sendLoadingState", self.values.get("sendLoadingState")):
+        if keys.get("sendLoadingState", self.values.get("sendLoadingState")):
             args["show_loading"] = True
-        if envs := self._envs(model, self._list(given, "env")):
+        if envs := self._envs(model, self._list(keys, "env")):
             args["envs"] = envs
         return args
 
-    def _envs(self, model: str, given: Sequence[Any]) -> dict[str, str]:
+    def _envs(self, model: str, variables: Sequence[Any]) -> dict[str, str]:
         """Return the variables of a model, without those that it inherits anyway."""
         envs = {}
-        for name, _, value in (str(one).partition("=") for one in given):
+        for name, _, value in (str(variable).partition("=") for variable in variables):
             if any(f"${{{own}}}" in value for own in _OWN):
                 text = "it is chosen at each start; only cmd may name it, as ${PORT}"
                 self.left_out.append(f"{model}.env: {name}={value}: {text}")
@@ -262,25 +264,25 @@ class _Converter:
         if "matrix" in self.values:
             return {frozenset(pair) for pair in combinations(models, 2)}
         groups: dict[str, _Group] = {}
-        for name in (given := self._mapping(self.values, "groups")):
-            one = self._mapping(given, name)
-            members = [str(member) for member in self._list(one, "members")]
+        for name in (tables := self._mapping(self.values, "groups")):
+            keys = self._mapping(tables, name)
+            members = [str(member) for member in self._list(keys, "members")]
             groups[name] = _Group(
                 members=[member for member in members if member in models],
-                swap=one.get("swap") is not False,
-                exclusive=one.get("exclusive") is not False,
-                persistent=bool(one.get("persistent")),
+                swap=keys.get("swap") is not False,
+                exclusive=keys.get("exclusive") is not False,
+                persistent=bool(keys.get("persistent")),
             )
             for member in members:
                 if member not in models:
                     self.left_out.append(f"groups.{name}.members: no model {member}")
-        grouped = {member for one in groups.values() for member in one.members}
-        groups["(default)"] = _Group([one for one in models if one not in grouped])
+        grouped = {member for group in groups.values() for member in group.members}
+        groups["(default)"] = _Group([model for model in models if model not in grouped])
         pairs = {
             frozenset(pair)
-            for one in groups.values()
-            if one.swap
-            for pair in combinations(one.members, 2)
+            for group in groups.values()
+            if group.swap
+            for pair in combinations(group.members, 2)
         }
         for (first, left), (second, right) in combinations(groups.items(), 2):
             ways = left.ends(right), right.ends(left)
@@ -294,15 +296,15 @@ class _Converter:
             pairs |= {frozenset((a, b)) for a in left.members for b in right.members}
         return pairs
 
-    def _expanded(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` with its macros replaced; ``${PORT}`` stays."""
+    def _expanded(self, model: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``keys`` with their macros replaced; ``${PORT}`` stays."""
         macros: dict[str, Any] = {"MODEL_ID": model}
-        for table in (self.values, given):
+        for table in (self.values, keys):
             macros |= self._mapping(table, "macros")
-        given = {**given, "env": [_inherited(one) for one in self._list(given, "env")]}
+        keys = {**keys, "env": [_inherited(variable) for variable in self._list(keys, "env")]}
         return {
             key: self._replaced(value, macros, f"{model}.{key}")
-            for key, value in given.items()
+            for key, value in keys.items()
             if key != "macros"
         }
 
@@ -317,9 +319,9 @@ class _Converter:
                 f"{MAX_EXPANDED_CHARS:,} characters"
             )
         if isinstance(value, dict):
-            return {key: self._replaced(one, macros, where, depth) for key, one in value.items()}
+            return {key: self._replaced(item, macros, where, depth) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._replaced(one, macros, where, depth) for one in value]
+            return [self._replaced(item, macros, where, depth) for item in value]
         if not isinstance(value, str):
             return value
         whole = _MACRO.fullmatch(value)
@@ -343,20 +345,20 @@ class _Converter:
         return str(self._replaced(macros[name], macros, where, depth + 1))
 
     def _mapping(self, values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        found = values.get(key)
-        if found is None:
+        value = values.get(key)
+        if value is None:
             return {}
-        if not isinstance(found, dict):
-            raise ConfigError(f"{self.source}: {key} must be a mapping, got {found!r}")
-        return found
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.source}: {key} must be a mapping, got {value!r}")
+        return value
 
     def _list(self, values: Mapping[str, Any], key: str) -> Sequence[Any]:
-        found = values.get(key)
-        if found is None:
+        value = values.get(key)
+        if value is None:
             return ()
-        if not isinstance(found, list):
-            raise ConfigError(f"{self.source}: {key} must be a list, got {found!r}")
-        return found
+        if not isinstance(value, list):
+            raise ConfigError(f"{self.source}: {key} must be a list, got {value!r}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -382,12 +384,12 @@ def _inherited(variable: Any) -> Any:
 
 def _cliques(models: Collection[str], pairs: Collection[frozenset[str]]) -> dict[str, list[str]]:
     """Return groups for each model, so that exactly the ``pairs`` have one in common."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     left = set(pairs)
     for number, clique in enumerate(_covering(list(models), pairs, left), 1):
         for model in clique:
-            found.setdefault(model, []).append(f"turns{number}")
-    return found
+            groups.setdefault(model, []).append(f"turns{number}")
+    return groups
 
 
 def _covering(
@@ -398,8 +400,11 @@ def _covering(
             continue
         clique = [first, second]
         for model in models:
-            if model not in clique and all(frozenset((model, one)) in pairs for one in clique):
+            if model not in clique and all(
+                frozenset((model, member)) in pairs for member in clique
+            ):
                 clique.append(model)
+        # All its pairs are covered: a pair that is left begins the next clique.
         left -= {frozenset(pair) for pair in combinations(clique, 2)}
         yield clique
 
@@ -426,8 +431,8 @@ def _service_name(model: str, taken: Collection[str]) -> str:
     words = re.findall(r"[A-Za-z0-9]+", model)
     name = "".join(word[:1].upper() + word[1:] for word in words)[:40] or "Model"
     name = name if name[0].isalpha() else f"Model{name}"
-    lower = {one.lower() for one in (*taken, *_TAKEN)}
-    return next(one for one in _numbered(name) if one.lower() not in lower)
+    lower = {candidate.lower() for candidate in (*taken, *_TAKEN)}
+    return next(candidate for candidate in _numbered(name) if candidate.lower() not in lower)
 
 
 def _numbered(name: str) -> Iterator[str]:

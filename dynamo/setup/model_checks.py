@@ -54,11 +54,11 @@ def model_warnings(graph: Graph) -> Iterator[str]:
 
 def _models(graph: Graph) -> Mapping[str, Sequence[Service]]:
     """Return the services of each model, by its name."""
-    found: dict[str, list[Service]] = {}
+    models: dict[str, list[Service]] = {}
     for service in graph.services:
         if service.serves_model:
-            found.setdefault(_model(service) or service.name, []).append(service)
-    return found
+            models.setdefault(_model(service) or service.name, []).append(service)
+    return models
 
 
 def _model(service: Service) -> str:
@@ -100,7 +100,7 @@ def _wrong_aliases(models: Mapping[str, Sequence[Service]]) -> Iterator[str]:
 def _wrong_groups(models: Mapping[str, Sequence[Service]]) -> Iterator[str]:
     members: dict[str, list[str]] = {}
     for model, services in models.items():
-        for group in sorted({name for one in services for name in one.model_args.group}):
+        for group in sorted({name for service in services for name in service.model_args.group}):
             members.setdefault(group, []).append(model)
     for group, names in members.items():
         if len(names) < 2:
@@ -117,6 +117,7 @@ def _wrong_groups(models: Mapping[str, Sequence[Service]]) -> Iterator[str]:
                     f"{_place(service)}.min: is {service.scaling.minimum}, so no other model of "
                     f"group {group!r} would ever start; take the model out of the group"
                 )
+        # One service of each model: those of one model may be awake together.
         awake = {name: s for name in names for s in models[name] if s.workers}
         for service in list(awake.values())[1:]:
             first = next(iter(awake.values())).name

@@ -56,6 +56,7 @@ def choose(
 ) -> InstalledEngine:
     """Return the engine for ``model``. Raises ConfigError that says what to do instead."""
     if "--tokenizer" in flags or any(word.startswith("--tokenizer=") for word in flags):
+        # The flag names a tokenizer, so the model counts as one that has it.
         model = NamedModel(model.kind, model.source, model.name)
     try:
         return choose_engine(model, wanted, installed)
@@ -83,6 +84,7 @@ def cpu_share(copies: int) -> float:
     text = Path("/proc/meminfo").read_text(encoding="ascii")
     sizes = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+)", text, re.M)}
     free = sizes["MemAvailable"] / sizes["MemTotal"]
+    # Two digits, rounded down: vLLM does not start with more than is available.
     return max(1, int(100 * min(_CPU_SHARE, _CPU_FILL * free) / copies)) / 100
 
 
@@ -124,8 +126,8 @@ class InstalledEngine:
 
 def find_engines() -> tuple[InstalledEngine, ...]:
     """Return the installed engines; one in this environment before one in the PATH."""
-    found = (_find(engine) for engine in ENGINES.values())
-    return tuple(engine for engine in found if engine is not None)
+    candidates = (_find(engine) for engine in ENGINES.values())
+    return tuple(engine for engine in candidates if engine is not None)
 
 
 def _find(engine: EngineChoice) -> InstalledEngine | None:
@@ -168,11 +170,11 @@ def choose_engine(
         (wanted,) if wanted is not None else [name for name in suitable if ENGINES[name].automatic]
     )
     by_name = {engine.name: engine for engine in installed}
-    found = [by_name[name] for name in names if name in by_name]
-    usable = [engine for engine in found if _has_tokenizer(model, engine)]
+    candidates = [by_name[name] for name in names if name in by_name]
+    usable = [engine for engine in candidates if _has_tokenizer(model, engine)]
     if usable:
         return usable[0]
-    if found:
+    if candidates:
         raise ConfigError(
             f"vLLM needs the tokenizer of {model.source}: copy the original model's tokenizer.json,"
             " tokenizer_config.json and config.json beside it, or install llama.cpp, which reads "
@@ -226,6 +228,7 @@ class NewGraph:
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
+        # A blank line before each service: their names begin with a capital letter.
         return re.sub(r"^(?=[A-Z])", "\n", _yaml(self.document()), flags=re.MULTILINE)
 
     def worker(self) -> str:

@@ -69,7 +69,9 @@ def override_hint(graph: Graph, flag: str) -> str:
         if any(flag in option_of(field).flags for field in fields_of(group))
     ]
     name = flag.lstrip("-")
-    return f"for a service: {' or '.join(f'--{one}.{name}=VALUE' for one in owners)}" * bool(owners)
+    return f"for a service: {' or '.join(f'--{owner}.{name}=VALUE' for owner in owners)}" * bool(
+        owners
+    )
 
 
 def check_engines(graph: Graph) -> None:
@@ -91,8 +93,8 @@ def _missing_extras(service: Service) -> Iterator[str]:
     # A worker of another program has its own flags, and the variables of the runtime.
     own = (RuntimeSettings,) if program is None else program.checked_groups()
     words = {} if program is None else service.words
-    found = check_options((*own, TracingSettings), words, {**environ(), **service.envs})
-    for settings in found.settings or ():
+    checked = check_options((*own, TracingSettings), words, {**environ(), **service.envs})
+    for settings in checked.settings or ():
         for extra in EXTRAS:
             option = extra.needed_by(settings)
             if option and not _is_there(service, extra.package):
@@ -144,6 +146,7 @@ def _check_engine_flags(
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"vLLM cannot be imported, so no worker of it can start: {last}")
+    # The last line: an import may print lines before it.
     problems = json.loads(done.stdout.strip().rpartition("\n")[2])
     lines = [f"{services[name].origin}: {name}: vLLM: {text}" for name, text in problems.items()]
     _raise(graph, lines)
@@ -163,21 +166,21 @@ def _problems(service: Service, env: Mapping[str, str]) -> list[str]:
     program = PROGRAMS.get(service.program or "")
     if program is None:
         return problems
-    found = check_options(program.checked_groups(), service.words, env)
+    checked = check_options(program.checked_groups(), service.words, env)
     if not program.flags_check:  # the flags that are not ours go to its engine
-        for key, flag in found.unknown:
+        for key, flag in checked.unknown:
             subject = f"{_place(service, key)}" + ("" if key == flag else f": --{flag}")
             hint = did_you_mean(flag, program.groups())
             problems.append(f"{subject} is not an option of {program.module}{hint}")
     elif "PYTHONPATH" not in service.envs:  # which may have another version of it
-        for key, flag in found.unknown:
+        for key, flag in checked.unknown:
             if text := program.unknown_flag([f"--{flag}"]):
                 problems.append(f"{_place(service, key)}: {program.package} has no flag {text}")
-    for problem in found.problems:
-        place = f"{_place(service, problem.key)} " if problem.key else f"{where}: "
-        problems.append(place + problem.text)
-    if not problems and found.settings is not None:
-        refused = _refused(service, program, found.settings, env)
+    for problem in checked.problems:
+        position = f"{_place(service, problem.key)} " if problem.key else f"{where}: "
+        problems.append(position + problem.text)
+    if not problems and checked.settings is not None:
+        refused = _refused(service, program, checked.settings, env)
         problems += [f"{where}: {text}" for text in refused]
     return problems
 
@@ -263,10 +266,11 @@ def _worker_settings(service: Service, env: Mapping[str, str]) -> WorkerSettings
     if WorkerSettings not in groups:
         return None
     settings = check_options(groups, service.words, env).settings
-    return next((one for one in settings or () if isinstance(one, WorkerSettings)), None)
+    return next((group for group in settings or () if isinstance(group, WorkerSettings)), None)
 
 
 def _is_there(service: Service, package: str) -> bool:
+    # Its own path may have the package: only its start shows that.
     return "PYTHONPATH" in service.envs or _exists(package)
 
 
@@ -281,11 +285,11 @@ def _refused(
     service: Service, program: Program, settings: Sequence[Any], env: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield what a program of ours refuses in options that are valid one by one."""
-    for group, given in zip((*program.options, *program.variables), settings, strict=True):
+    for group, values in zip((*program.options, *program.variables), settings, strict=True):
         try:
-            group.check(given)
-            if isinstance(given, EndpointSettings):
-                _check_worker(service, given, env)
+            group.check(values)
+            if isinstance(values, EndpointSettings):
+                _check_worker(service, values, env)
         except DynamoError as error:
             yield error.message
 
