@@ -128,8 +128,11 @@ def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
             outcome.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
     ids = answer.nvext.get("worker_id") if isinstance(answer.nvext, dict) else None
     if isinstance(ids, dict):
-        found = (ids.get(name) for name in ("decode_worker_id", "prefill_worker_id"))
-        outcome.worker_id = next((one for one in found if isinstance(one, int)), outcome.worker_id)
+        worker_ids = (ids.get(name) for name in ("decode_worker_id", "prefill_worker_id"))
+        # A later chunk without ids does not erase them.
+        outcome.worker_id = next(
+            (worker_id for worker_id in worker_ids if isinstance(worker_id, int)), outcome.worker_id
+        )
     return answer
 
 

@@ -177,13 +177,13 @@ class Numbers:
         self._next = 0
 
     def __getitem__(self, key: tuple[str, int]) -> int:
-        known = self._known
-        number = known.pop(key, -1)
+        numbers = self._known
+        number = numbers.pop(key, -1)
         if number < 0:
             number, self._next = self._next, self._next + 1
-            if len(known) >= self._limit:
-                del known[next(iter(known))]
-        known[key] = number  # the last one in the order of the dict
+            if len(numbers) >= self._limit:
+                del numbers[next(iter(numbers))]
+        numbers[key] = number  # the last one in the order of the dict
         return number
 
 
@@ -263,6 +263,7 @@ class TraceFile(RecordFile):
         try:
             with temporary.open("wb") as out, self._path.open("rb") as lines:
                 os.fchmod(out.fileno(), 0o600)
+                # Only their numbers are sorted in memory: the lines stay on disk.
                 for number in sorted(range(self.lines), key=times.__getitem__):
                     lines.seek(self._starts[number])
                     line = msgspec.json.decode(lines.readline(), type=TraceLine)
@@ -281,6 +282,7 @@ class TraceFile(RecordFile):
         if record.session is not None:
             session = self._sessions["", record.session]
             session_id = str(session)
+            # Put back at the end below: the dict is in the order of use, and the oldest is dropped.
             ended_ms = self._ended_ms.pop(session, None)
             if ended_ms is not None:
                 delay_ms = max(0.0, round(record.arrived_ms - ended_ms, 3))

@@ -54,7 +54,9 @@ class Runner:
         a session is measured from when its user would send it.
         """
         self._slots = asyncio.Semaphore(concurrency) if concurrency else None
-        self._answers = {one.after: asyncio.Event() for one in planned if one.after is not None}
+        self._answers = {
+            request.after: asyncio.Event() for request in planned if request.after is not None
+        }
         self._started_s = started_s = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -70,6 +72,7 @@ class Runner:
                         await _sleep_until(due_s)
                     if self._slots is not None:
                         await self._slots.acquire()
+                    # With a slot: a closed loop would else create all of its tasks at once.
                     tasks.create_task(self._one(number, body, due_s))
         finally:
             for connection in self._idle:
@@ -117,6 +120,7 @@ class Runner:
                 PATHS[self._settings.endpoint_type],
                 body,
                 stream=self._settings.stream,
+                # What the connect has left of it.
                 timeout_s=deadline_s - time.perf_counter(),
                 started_s=started_s,
             )
@@ -195,6 +199,7 @@ async def calibrate(runner: Runner, prompts: Prompts) -> float:
     """
     counts: list[int] = []
     for words in CALIBRATION_WORDS:
+        # -2 is an id that no prompt of the run has.
         planned = PlannedRequest(None, ((-2, words),), 1)
         outcome = await runner.send(runner.body(planned))
         if outcome.error is not None and not outcome.prompt_tokens:
@@ -209,6 +214,7 @@ async def calibrate(runner: Runner, prompts: Prompts) -> float:
             "tokens, so prompts of a given length cannot be made; send token ids instead: "
             "--endpoint-type completions --prompt-format tokens"
         )
+    # The difference of two prompts has no tokens of the chat template.
     return max(0.1, (counts[1] - counts[0]) / (many - few))
 
 

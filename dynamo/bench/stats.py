@@ -181,6 +181,7 @@ def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
         return
     summary.workers = {f"{worker:x}": count for worker, count in sorted(served.items())}
     summary.busiest_share = max(served.values()) / served.total()
+    # 1 if all workers got the same number.
     summary.imbalance = summary.busiest_share * len(served)
     summary.busiest_work_share = max(work.values()) / max(1, work.total())
     summary.work_imbalance = summary.busiest_work_share * len(work)

@@ -94,21 +94,21 @@ class AiperfReader:
         if row.turns is not None or row.session_id is not None:
             session = str(row.session_id if row.session_id is not None else f"line {self._lines}")
         prompt = TextBlocks(self._known)
-        found = []
+        requests = []
         for number, turn in enumerate(turns):
             words = turn.words
             if words is None:
-                place = "text" if row.turns is None else f"turns[{number}].text"
-                raise TraceLineError(place, "missing")
+                field = "text" if row.turns is None else f"turns[{number}].text"
+                raise TraceLineError(field, "missing")
             prompt.add(words)
             if number == 0 and turn.is_system and len(turns) > 1:
                 continue
             output = DEFAULT_OUTPUT_TOKENS if turn.output_length is None else turn.output_length
             at_ms = self._clock.at_ms(turn.timestamp, session)
             ids, length = prompt.prompt()
-            found.append(TraceRequest(ids, output, length, at_ms, session, turn.delay or 0.0))
+            requests.append(TraceRequest(ids, output, length, at_ms, session, turn.delay or 0.0))
             prompt.add_unknown(output)
-        return found
+        return requests
 
 
 class _TimingEvent(msgspec.Struct):
@@ -179,6 +179,7 @@ class TraceLabReader:
     def _context(self, session: _Rounds, prefix: int, length: int) -> list[int]:
         """Return the blocks of the prompt: the full ones of its prefix are those of before."""
         kept = session.blocks[: min(prefix, length) // _BLOCK_TOKENS]
+        # Rounded up: the last block is partial.
         new = -(-length // _BLOCK_TOKENS) - len(kept)
         session.blocks = [*kept, *range(self._blocks, self._blocks + new)]
         self._blocks += new
@@ -221,13 +222,13 @@ def read_trace(
     """
     try:
         with _open(path) as lines:
-            found = _read(path, lines, limit, form)
+            requests = _read(path, lines, limit, form)
     except (OSError, EOFError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"cannot read the trace {path}: {reason}") from None
-    if not found:
+    if not requests:
         raise ConfigError(f"the trace {path} holds no request")
-    return sorted(found[:limit], key=lambda request: request.timestamp)
+    return sorted(requests[:limit], key=lambda request: request.timestamp)
 
 
 def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
@@ -240,10 +241,10 @@ def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
     """
     by_session: dict[str, int] = {}
     by_prefix: dict[int, int] = {}
-    found: list[int | None] = []
+    indices: list[int | None] = []
     for number, request in enumerate(requests):
         if request.session_id is not None:
-            found.append(by_session.get(request.session_id))
+            indices.append(by_session.get(request.session_id))
             by_session[request.session_id] = number
             continue
         prefixes = _prefix_hashes(request.hash_ids)
@@ -254,10 +255,10 @@ def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
                 if len(requests[candidate].hash_ids) < len(prefixes):
                     parent = candidate
                 break
-        found.append(parent)
+        indices.append(parent)
         # Of these two at least one is a prefix of the next turn: the answer changes the last block.
         by_prefix.update(dict.fromkeys(prefixes[1:][-2:], number))
-    return found
+    return indices
 
 
 @contextlib.contextmanager
@@ -273,22 +274,22 @@ def _open(path: str | Path) -> Iterator[Iterable[bytes]]:
 def _read(
     path: str | Path, lines: Iterable[bytes], limit: int | None, form: str
 ) -> list[TraceRequest]:
-    found: list[TraceRequest] = []
+    requests: list[TraceRequest] = []
     reader: TraceReader | None = None
     for number, line in enumerate(lines, 1):
-        if limit is not None and len(found) >= limit:
+        if limit is not None and len(requests) >= limit:
             break
         if not line.strip():
             continue
         try:
             if reader is None:
                 reader = _READERS[_detect(line) if form == "auto" else form](line)
-            found += reader.read(line)
+            requests += reader.read(line)
         except TraceLineError as error:
-            if found and not line.endswith(b"\n"):
+            if requests and not line.endswith(b"\n"):
                 break  # torn: a recording that was cut off in mid-write
             raise ConfigError(f"{path}:{number}: {error}") from None
-    return found
+    return requests
 
 
 def _detect(line: bytes) -> str:

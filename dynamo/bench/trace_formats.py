@@ -61,9 +61,9 @@ class SessionClock:
         """Return the time of the next request of ``session``."""
         if session is None:
             return given_ms or 0.0
-        found = self._last_ms.get(session, 0.0) if given_ms is None else given_ms
-        self._last_ms[session] = found
-        return found
+        time_ms = self._last_ms.get(session, 0.0) if given_ms is None else given_ms
+        self._last_ms[session] = time_ms
+        return time_ms
 
 
 class TextBlocks:
@@ -87,6 +87,7 @@ class TextBlocks:
 
     def add_unknown(self, tokens: int) -> None:
         """Append ``tokens`` tokens that no other prompt has: an answer."""
+        # No other prompt has this text: the number of known blocks grows with each new one.
         self.add(f"\0{len(self._known)}\0".ljust(tokens * _CHARS_PER_TOKEN, "."))
 
     def prompt(self) -> tuple[list[int], int]:
@@ -97,6 +98,7 @@ class TextBlocks:
 
     def _id(self, text: str) -> int:
         before = self._ids[-1] if self._ids else -1
+        # With the block before it: an id stands for the whole prefix.
         return self._known.setdefault((before, text), len(self._known))
 
 
@@ -154,9 +156,9 @@ class MooncakeReader:
             return prompt.prompt()
         prompt = self._prompts.setdefault(session, TextBlocks(self._known))
         prompt.add(text)
-        found = prompt.prompt()
+        blocks = prompt.prompt()
         prompt.add_unknown(output)
-        return found
+        return blocks
 
 
 class AzureReader:
@@ -185,7 +187,7 @@ class AzureReader:
         cells = _cells(line)
         if len(cells) != self._width:
             raise TraceLineError("", f"{len(cells)} columns, the first line has {self._width}")
-        time, context, generated = (cells[place] for place in self._places)
+        time, context, generated = (cells[column] for column in self._places)
         at_ms = parse_time(time, "TIMESTAMP")
         if self._begun_ms is None:
             self._begun_ms = at_ms
@@ -205,8 +207,8 @@ def decode_line(line: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         return decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
-        place, missing = _PLACE.search(text), _MISSING.search(text)
-        parts = [place[1] if place else "", missing[1] if missing else ""]
+        path, missing = _PLACE.search(text), _MISSING.search(text)
+        parts = [path[1] if path else "", missing[1] if missing else ""]
         reason = _PLACE.sub("", text)
         raise TraceLineError(".".join(filter(None, parts)), f"not a trace line: {reason}") from None
 

@@ -109,6 +109,7 @@ def synthetic(
         if isl > shared:
             segments.append((number, isl - shared))
         if rate is not None:
+            # The gaps of Poisson arrivals have an exponential distribution.
             at_s += rng.expovariate(rate)
         planned.append(PlannedRequest(None if rate is None else at_s, tuple(segments), osl))
     return planned

@@ -85,7 +85,7 @@ TOOLS = (
     Mutant(
         "torn-last-line-of-a-recording-is-an-error",
         "dynamo.bench.trace",
-        '            if found and not line.endswith(b"\\n"):\n                break  # torn: a recording that was cut off in mid-write\n',
+        '            if requests and not line.endswith(b"\\n"):\n                break  # torn: a recording that was cut off in mid-write\n',
         "",
         ("unit/bench/test_trace_file.py::test_a_crash_at_any_byte_leaves_whole_lines",),
     ),
