@@ -306,6 +306,7 @@ class BoxControl:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
+            # Not loop.stop(): from another thread it would not wake the loop.
             loop.call_soon_threadsafe(loop.stop)
 
     def begin(self, action: Callable[[], Steps]) -> str:

@@ -74,6 +74,7 @@ async def reconcile(
                     repairs += await _without_watcher(access, service, entry, dry_run)
                 else:
                     repairs += await _with_watcher(access, entry, status, dry_run)
+        # Those that have a process drain by themselves.
         removals = [w for w in removals if finish_removals or not w.entry.pids]
         repairs += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):

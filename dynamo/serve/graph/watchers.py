@@ -231,6 +231,7 @@ def plan_added(
     module = module_of(argv)
     shared = added_env(base, name) if base else _shared_env(specs)
     named, pinned = env.get(_GPUS), base is not None and base.pinned and _GPUS not in env
+    # GPUs that were assigned belong to the first worker; pinned ones are for all of them.
     if base is not None and not pinned:
         shared.pop(_GPUS, None)
     gpus = tuple(gpu for gpu in named.split(",") if gpu) if named else ()

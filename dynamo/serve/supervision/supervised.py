@@ -254,6 +254,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         await self.arbiter.roll([self], False)
 
     async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
+        # An option of circus: the process reloads itself at SIGHUP.
         if self.is_active() and graceful and self.send_hup:
             await super()._reload(graceful=graceful)
         elif graceful:
