@@ -192,29 +192,15 @@ class RequestMetrics(RequestFigures, kw_only=True):
 
     def so_far(self, choices: Sequence[EngineRequest]) -> RequestRecord:
         """Return what operators see of it now; its outcome is ``running``."""
-        first = choices[0] if choices else None
-        return RequestFigures(
-            self.info,
-            self.model,
-            self.received_s,
-            outcome="running",
-            ended_s=time.monotonic(),
-            resumed_s=self.resumed_s,
-            prepared_s=self.prepared_s,
-            rerouted_s=self.rerouted_s,
-            lost_prefill_s=self.lost_prefill_s,
-            lost_decode_s=self.lost_decode_s,
-            sent_s=self.sent_s,
-            first_token_s=self.first_token_s,
-            prompt_tokens=self.prompt_tokens,
-            overlap_blocks=self.overlap_blocks,
-            prompt_blocks=self.prompt_blocks,
-            key=self.key,
-            decision=None if first is None else first.decision,
-            prefilled=self.prefilled,
-            inputs=None if first is None else first.inputs,
-            prefill_inputs=None if first is None else first.prefill_inputs,
-        ).explained()
+        names = RequestFigures.__struct_fields__
+        figures = RequestFigures(*(getattr(self, name) for name in names))
+        figures.outcome, figures.ended_s = "running", time.monotonic()
+        figures.usage = None  # it is known a moment before the end
+        if choices:
+            first = choices[0]
+            figures.decision, figures.inputs = first.decision, first.inputs
+            figures.prefill_inputs = first.prefill_inputs
+        return figures.explained()
 
     def ended(self, failure: Labels | None, choices: Sequence[EngineRequest]) -> None:
         """Count the end of the request, and add it to the recent ones.
