@@ -10,12 +10,18 @@ from dynamo.protocols.status import CONTENT_MB
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebSettings:
-    """web: which deployment, and whether to open a browser"""
+class DeploymentSettings:
+    """deployment: which one"""
 
     namespace: str | None = flag(
         None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebSettings(DeploymentSettings):
+    """web: which deployment, and whether to open a browser"""
+
     open: bool = flag(
         True, help="open a browser, if this session has a display; --no-open prints alone"
     )
@@ -83,15 +89,6 @@ class ReplayRequestSettings:
     model: str | None = flag(None, help="send them to this model; default: the recorded one")
     request: str | None = flag(None, help="only requests with this text in their id; default: all")
     json: bool = flag(False, help="print a JSON object for each, with both answers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeploymentSettings:
-    """deployment: which one"""
-
-    namespace: str | None = flag(
-        None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
