@@ -25,7 +25,14 @@ from dynamo.operations.steps.circus import (
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
+from dynamo.serve.graph.watchers import (
+    DeploymentPlan,
+    WatcherSpec,
+    graph_facts,
+    place,
+    plan,
+    plan_added,
+)
 from dynamo.serve.state.document import RecordedProcess
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.registered import RegisteredWorker
@@ -105,6 +112,7 @@ class SimulatedDeployment(CircusEndpoint, FileRegistrations):
             endpoint="ipc:///nowhere",
             pubsub_endpoint="ipc:///nowhere-events",
             templates=[spec for spec in placed if not spec.starts],
+            services=graph_facts(parsed, "/"),
         )
         self.statefile = Statefile(directory, parsed.namespace)
         self.faults = faults or Faults()
