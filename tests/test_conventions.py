@@ -26,10 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LAB = ROOT / "lab"
 SOURCES = sorted([*(ROOT / "dynamo").rglob("*.py"), *(LAB / "dynamo_lab").rglob("*.py")])
 COMPILED = sorted((ROOT / "dynamo").rglob("*.pyx"))
+LINES = 100966
+"""Lines of Python in dynamo/: what comes in pays with what goes out, or its commit says why not."""
 FILE_LINES = 500
 FUNCTION_LINES = 60
-PROTOCOLS = 26
-COMMENT_SHARE = 0.01
+PROTOCOLS = 25
+COMMENT_SHARE = 0.0175
 COMMENT_FOR_TOOLS = re.compile(r"# (?:type:|noqa|fmt:|pragma)")
 FRONTEND_ENTRIES = 12
 BANNED_FILE_NAMES = ("utils", "helpers", "manager", "handler")
@@ -202,6 +204,12 @@ def test_comments_are_not_fewer() -> None:
     )
     share = comments / sum(text(path).count("\n") for path in SOURCES)
     assert share >= COMMENT_SHARE, f"{share:.2%} of the lines have a comment"
+
+
+def test_the_package_does_not_grow() -> None:
+    """The lab does not count. Lower the constant with the lines."""
+    lines = sum(text(path).count("\n") for path in SOURCES if LAB not in path.parents)
+    assert lines <= LINES, f"dynamo/ has {lines} lines of Python, and its budget is {LINES}"
 
 
 def test_protocols_are_not_more() -> None:

@@ -14,21 +14,34 @@ _LABEL = re.compile(rb'(?<!\w)(\w++)="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _ESCAPED = re.compile(r"\\(.)")
 
 
-def samples(page: bytes, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield (name, labels, value) of each sample of ``names`` on a Prometheus page."""
+def samples(
+    page: bytes, *names: str, strict: bool = False
+) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of each sample of ``names`` on a Prometheus page.
+
+    A damaged one is skipped. If ``strict``, it raises ValueError: a sum without it would be wrong.
+    """
     wanted = tuple(name.encode() for name in names)
     any_name = b"|".join(map(re.escape, wanted))
     sample = re.compile(rb"(%b)%b[ \t]++(\S++)" % (any_name, _LABELS))
+    begins = re.compile(rb"(?:%b)(?![\w:])" % any_name)  # not with a longer name
     for line in page.split(b"\n"):
-        if not line.startswith(wanted) or (match := sample.match(line)) is None:
+        if not line.startswith(wanted):
             continue
-        labels = {
-            key.decode(): _unescaped(value.decode(errors="replace"))
-            for key, value in _LABEL.findall(match[2] or b"")
-        }
+        match = sample.match(line)
         try:
+            if match is None:
+                if strict and begins.match(line):
+                    raise ValueError(f"a damaged sample: {line[:80]!r}")
+                continue
+            labels = {
+                key.decode(): _unescaped(value.decode(errors="strict" if strict else "replace"))
+                for key, value in _LABEL.findall(match[2] or b"")
+            }
             value = float(match[3])
         except ValueError:
+            if strict:
+                raise
             continue
         yield match[1].decode(), labels, value
 

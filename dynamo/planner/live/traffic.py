@@ -51,11 +51,14 @@ class FrontendPage:
 
 
 def read_page(page: bytes, prefix: str = name_prefix.FRONTEND) -> FrontendPage:
-    """Read a page of a frontend whose metrics begin with ``prefix``. ValueError: it is not one."""
+    """Read a page of a frontend whose metrics begin with ``prefix``.
+
+    ValueError: it is not one, or a sample is damaged: what it counts would be taken as 0.
+    """
     names = {f"{prefix}_{name}": name for name in _NAMES}
     models: dict[str, Counts] = {}
     started_at = 0.0
-    for name, labels, value in samples(page, _START_TIME, *names):
+    for name, labels, value in samples(page, _START_TIME, *names, strict=True):
         if name == _START_TIME:
             started_at = value
         else:

@@ -82,6 +82,23 @@ def test_a_page_of_another_program_is_refused() -> None:
         read_page(b"some_metric 1\n")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'dynamo_frontend_requests_started_total{model="a"} x',
+        b'dynamo_frontend_requests_started_total{model="a',  # the page was cut
+        b'dynamo_frontend_requests_started_total{model="\xff"} 3',
+    ],
+)
+def test_a_page_with_a_damaged_counter_is_unknown(line: bytes) -> None:
+    """Without the line, its requests would count as none. Other metrics may be damaged."""
+    start = b"process_start_time_seconds 5\n"
+    with pytest.raises(ValueError, match=r"could not convert|a damaged sample|codec can't decode"):
+        read_page(start + line)
+    other = b"dynamo_frontend_requests_started_total_created{ x\n"
+    assert read_page(start + other).models == {}
+
+
 def test_an_interval_has_what_the_counters_rose_by() -> None:
     counter = TrafficCounter(SINCE, 0.0, 60.0)
     counter.add({"a": page(1.0, 100, output_sequence_tokens_sum=900)}, (), 0.0)  # older than we are
