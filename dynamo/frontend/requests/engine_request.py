@@ -64,7 +64,7 @@ class Pending(Protocol):
 class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
 
-    It alone changes itself: its owner, its queues and the dispatch tell it what has happened.
+    It alone changes itself: its owner, its queues and the dispatch call a method for each event.
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
@@ -156,11 +156,11 @@ class EngineRequest:
     # -- called by the dispatch and the queues
 
     def waits(self, pending: Pending) -> None:
-        """It is in a queue, as ``pending``."""
+        """Note that it waits in a queue, as ``pending``."""
         self.pending = pending
 
     def continues(self) -> None:
-        """It has left its queue."""
+        """Note that it has left its queue."""
         self.pending = None
 
     def open_stream(self, client: Client, decision: Decision, queued: int) -> None:
@@ -184,7 +184,7 @@ class EngineRequest:
         self.request.sent(self, decision, queued, chosen_s, first)
 
     def retry_all(self) -> None:
-        """Any worker may get it again, those that failed too."""
+        """Let any worker have it again, those that failed too."""
         self.tried = frozenset()
 
     def drop_prefill_pin(self) -> None:
@@ -192,12 +192,12 @@ class EngineRequest:
         self.routing = without_prefill_pin(self.routing)
 
     def lost_all_workers(self, pending: Pending) -> None:
-        """It waits, as ``pending``, for the first worker of its model."""
+        """Note that it waits, as ``pending``, for the first worker of its model."""
         self.pending = pending
         self.request.metrics.waits_for_worker()
 
     def waited_for_worker(self, since_s: float) -> None:
-        """It has waited since ``since_s``; the wait is no gap between tokens."""
+        """Note the end of a wait that began at ``since_s``; it is no gap between tokens."""
         now_s = time.monotonic()
         self.pending = None
         self.request.metrics.waited_for_worker(since_s, now_s)
@@ -205,38 +205,38 @@ class EngineRequest:
             self.last_token_s = now_s
 
     def has_worker(self) -> None:
-        """A worker of its model answers again."""
+        """Go on: a worker of its model answers again."""
         self.request.metrics.has_worker()
         self.retry_all()
 
     # -- called by its owner
 
     def client_reads(self, reads: bool) -> None:
-        """The client reads too slowly, and its text accumulates, or reads again."""
+        """Note whether the client reads, or its text accumulates. A relayed answer pauses then."""
 
     # -- called by the prefill step
 
     def waits_for_prefill(self, pending: Pending) -> None:
-        """Its prompt waits, as ``pending``, for a prefill worker."""
+        """Note that its prompt waits, as ``pending``, for a prefill worker."""
         self.pending = pending
         self.request.metrics.routed("prefill")
 
     def prefill_chosen(self, inputs: DecisionInputs | None) -> None:
-        """A prefill worker was chosen by ``inputs``."""
+        """Note the ``inputs`` by which a prefill worker was chosen."""
         self.prefill_inputs = inputs
 
     def prefill_started(self) -> float:
-        """A prefill worker computes the prompt from now on (monotonic seconds, returned)."""
+        """Note that a prefill worker computes the prompt; return since when (monotonic seconds)."""
         started_s = self.request.engine_started()
         self.request.metrics.prefilling()
         return started_s
 
     def prefill_stopped(self) -> None:
-        """The prefill worker has failed."""
+        """Note that the prefill worker has failed."""
         self.request.engine_stopped()
 
     def prefilled(self, done: Prefilled, preprocessed: PreprocessedRequest) -> None:
-        """The prompt is computed; a decode worker gets ``preprocessed``."""
+        """Note that the prompt is computed: a decode worker gets ``preprocessed``."""
         self.request.prefilled(done)
         self.request.engine_stopped()
         self.preprocessed = preprocessed
