@@ -19,7 +19,7 @@ from dynamo.config.option import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
-from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.errors import ConfigError, DynamoError, StatefileError, WorkerUnavailable
 from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.limits import ActionLimits
@@ -229,7 +229,7 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
                 backend.demand.on_waiting = loop.wake
                 await backend.demand.start()
             for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
-                served = runtime.tasks.spawn(serving, name="endpoint")
+                served = runtime.tasks.spawn(_until_revoked(serving), name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
             # The loop runs beside the repair: frontends hold requests of announced models only.
             with loop.repairing():
@@ -246,6 +246,14 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
     finally:
         tensorboard.close()
         state_file.remove()
+
+
+async def _until_revoked(serving: Awaitable[object]) -> None:
+    """Serve an endpoint until the lease is revoked, which may be while it is registered."""
+    try:
+        await serving
+    except WorkerUnavailable as error:
+        log.warning("%s: the planner stops", error.message)
 
 
 async def _check_alone(runtime: DistributedRuntime) -> None:

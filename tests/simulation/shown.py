@@ -417,6 +417,6 @@ class _Judge:
             missing -= found
             if missing and not self.truth.may_not_run():
                 yield f"it lacks {sorted(missing)}"
-        known = {*re.findall(r"model-name: (\S+)", self.box.graph_text())}
+        known = {*re.findall(r"model-name: ([^\s=]+)", self.box.graph_text())}  # far=one: far
         if words[:1] == ["load"] and not found <= known:
             yield f"it offers {found - known}"

@@ -11,6 +11,7 @@ from machine import START_S
 from presence import SERVED_BY, Span, decoders, service_of
 from sums import page_of
 
+from dynamo.protocols.control import CLEAR_KV_BLOCKS
 from dynamo.protocols.kv import KV_QUERY
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def slow_drains(box: Box) -> Iterator[str]:
 def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
     """Yield frontends and their connections to ``worker`` that have requests of clients.
 
-    A router's own question to a worker can be answered by no other one.
+    A question to one worker, of a router or of an operator, can be answered by no other one.
     """
     lease = {one for one, owner in box.presence.owners.items() if owner is worker}
     for process in box.processes("frontend"):
@@ -126,7 +127,8 @@ def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
                 hasattr(part, "token_sinks")
                 and any(f"{one}.sock" in address for one in lease)
                 and any(
-                    hasattr(stream.owner, "record") and stream.owner.record.endpoint != KV_QUERY
+                    hasattr(stream.owner, "record")
+                    and stream.owner.record.endpoint not in (KV_QUERY, CLEAR_KV_BLOCKS)
                     for stream in part.streams.values()
                 )
             ):

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.errors import WorkerUnavailable
 from dynamo.observability.metrics import Registry
-from dynamo.planner.__main__ import DecisionWriter
+from dynamo.planner.__main__ import DecisionWriter, _until_revoked
 from dynamo.planner.capacity.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.decisions import DecisionRecord, PoolChange
@@ -300,3 +301,16 @@ def test_a_change_that_waits_is_one_event(tmp_path: Path) -> None:
         writer.finished(change(2, "done"))
     writer.finished(change(3, "failed", "no GPU"))
     assert len(texts) == 4
+
+
+async def test_a_lease_that_ends_while_an_endpoint_registers_is_no_crash(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as one that was removed from the store: the arbiter starts the planner again."""
+
+    async def serving() -> None:
+        raise WorkerUnavailable("lease 1f has ended")
+
+    with caplog.at_level("WARNING"):
+        await _until_revoked(serving())
+    assert "lease 1f has ended: the planner stops" in caplog.text
