@@ -188,7 +188,7 @@ async def _detect(probe: ServerProbe, rows: list[dict[str, Any]]) -> Profile:
         return PROFILES["llama.cpp"]
     if _has(await probe.json("/api/version"), "version"):
         return PROFILES["ollama"]
-    # vLLM and TensorRT-LLM both have this path: the form of their metrics tells them apart.
+    # vLLM and TensorRT-LLM both have this path: the form of their metrics differs.
     if _has(await probe.json("/version"), "version"):
         status, page = await probe.get("/metrics")
         if status == 200 and b"\nvllm:" in page:

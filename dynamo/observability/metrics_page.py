@@ -1,6 +1,6 @@
 """Reads samples of a Prometheus page, which another program wrote. Pure; O(bytes).
 
-A page has thousands of lines, of which a reader wants some: this takes 1 us a line, the parser of
+A page has thousands of lines, and a reader needs few of them: this takes 1 us a line, the parser of
 ``prometheus_client`` 30.
 """
 

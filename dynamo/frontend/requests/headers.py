@@ -1,6 +1,6 @@
 """What a request asks of the router: its id, headers and ``nvext``, and what its key grants.
 
-And the header that tells a client why its request went to its worker.
+And the header that says why a request went to its worker.
 """
 
 from __future__ import annotations

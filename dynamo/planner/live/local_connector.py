@@ -113,7 +113,7 @@ def newest(service: ServiceEntries, view: DeploymentView, spared: Collection[str
     by_number = view.of(service)[::-1]
     for worker in sorted(by_number, key=lambda candidate: candidate.entry.asleep):
         skipped = worker.entry.name in spared or worker.reserved
-        if not skipped and worker.is_expected and worker.lasting != WorkerState.DRAINING:
+        if not skipped and worker.is_expected and worker.settled != WorkerState.DRAINING:
             return worker.entry
     return None
 
@@ -123,7 +123,7 @@ def _workers(view: WorkerView, wakeable: Collection[str]) -> Iterator[ScaledWork
 
     While a restart or a reload replaces a process, the watcher has two, and is one worker.
     """
-    state = _STATES.get(view.lasting)
+    state = _STATES.get(view.settled)
     if state is None or not view.is_expected:
         return
     ids = [registered.worker_id for registered in view.serving or view.registered[:1]]

@@ -89,7 +89,7 @@ class WorkerView:
         return "" if goes_on else operation
 
     @property
-    def lasting(self) -> WorkerState:
+    def settled(self) -> WorkerState:
         """Its state without the sleep that has begun, and without interruptions."""
         if self.entry.draining or (self.pids and not self.kept and not self.reserved):
             return WorkerState.DRAINING
@@ -105,11 +105,11 @@ class WorkerView:
     @property
     def state(self) -> WorkerState:
         """What it does now."""
-        if self.lasting == WorkerState.DRAINING:
+        if self.settled == WorkerState.DRAINING:
             return WorkerState.DRAINING
         if self.interrupted in (LOAD, SLEEP):
             return WorkerState.INTERRUPTED
-        return WorkerState.FALLING_ASLEEP if self.falls_asleep else self.lasting
+        return WorkerState.FALLING_ASLEEP if self.falls_asleep else self.settled
 
 
 def is_kept(entry: Entry) -> bool:
