@@ -352,10 +352,10 @@ def _phrase(status: int) -> str:
 
 
 def _tree(root: type[DynamoError]) -> dict[str, type[DynamoError]]:
-    found = {root.code: root}
+    classes = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        classes.update(_tree(child))
+    return classes
 
 
 _BY_CODE = _tree(DynamoError)

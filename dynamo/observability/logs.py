@@ -126,8 +126,8 @@ def _finish(stream: TextIO, pipe: NonBlockingPipe) -> None:
 
 def _pipe_of(number: int) -> NonBlockingPipe:
     """Return the pipe behind a descriptor: one for stdout and stderr, if they are the same."""
-    found = os.fstat(number)
-    key = found.st_dev, found.st_ino
+    status = os.fstat(number)
+    key = status.st_dev, status.st_ino
     if key not in _pipes:
         _pipes[key] = NonBlockingPipe(number)
         os.register_at_fork(after_in_child=_pipes[key].forked)
@@ -294,10 +294,10 @@ class _Repeats:
         return True
 
 
-def counted(count: float, one: str, many: str = "") -> str:
-    """Return ``1 request``, ``1,204 requests``; ``many`` is needed where ``one`` takes no s."""
+def counted(count: float, singular: str, plural: str = "") -> str:
+    """Return ``1 request``, ``1,204 requests``; ``plural`` is for nouns that take no s."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
-    return f"{number} {one if count == 1 else many or f'{one}s'}"
+    return f"{number} {singular if count == 1 else plural or f'{singular}s'}"
 
 
 def one_line(text: str) -> str:
@@ -366,8 +366,8 @@ _STANDARD = frozenset(
 )
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -100,7 +100,7 @@ class _Parts:
 
 def _dynamo_text(text: str) -> str:
     """``text`` with plain numbers; counters whose names lack ``_total`` are counters again."""
-    text = _EXPONENT.sub(lambda found: " " + plain_number(float(found[1])), text)
+    text = _EXPONENT.sub(lambda match: " " + plain_number(float(match[1])), text)
     return _FRACTION.sub("", text).replace(" untyped\n", " counter\n")
 
 
@@ -366,8 +366,8 @@ class Registry:
         """Remove what is of ``kinds`` and whose ``label`` has ``value``: that exists no more."""
         for family in self._families.values():
             if family.spec.kind in kinds and label in family.spec.labels:
-                place = family.spec.labels.index(label)
-                for values in [one for one in family if one[place] == value]:
+                position = family.spec.labels.index(label)
+                for values in [values for values in family if values[position] == value]:
                     family.remove(*values)
 
     def slices(self, accept: str) -> tuple[Iterator[bytes], str]:

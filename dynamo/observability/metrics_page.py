@@ -48,4 +48,4 @@ def samples(
 
 def _unescaped(value: str) -> str:
     """Return the value of a label, in which quotes, backslashes and line ends are escaped."""
-    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value)
+    return _ESCAPED.sub(lambda match: "\n" if match[1] == "n" else match[1], value)

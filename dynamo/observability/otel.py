@@ -115,8 +115,8 @@ class _ReportingExporter:
 
 def _resource(instance_id: int) -> Resource:
     """The resource that OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES describe."""
-    found = Resource.create({"service.instance.id": f"{instance_id:x}"})
-    name = str(found.attributes.get("service.name", ""))
+    resource = Resource.create({"service.instance.id": f"{instance_id:x}"})
+    name = str(resource.attributes.get("service.name", ""))
     if name.startswith("unknown_service"):  # the SDK's default
-        found = found.merge(Resource({"service.name": _SERVICE}))
-    return found
+        resource = resource.merge(Resource({"service.name": _SERVICE}))
+    return resource

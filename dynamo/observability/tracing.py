@@ -38,7 +38,7 @@ def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
     parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
     if not _PARENT.fullmatch(parent) or len(parent) > _STATE_CHARACTERS:
         return {}
-    found = {"traceparent": parent}
+    context = {"traceparent": parent}
     if state and len(state) <= _STATE_CHARACTERS:
-        found["tracestate"] = state
-    return found
+        context["tracestate"] = state
+    return context
