@@ -39,6 +39,7 @@ class AbsentFlag(NamedTuple):
     def asks(self, flag: str, value: str | None) -> bool:
         """Return whether ``flag``, given with ``value``, asks for more than the default."""
         if isinstance(self.default, bool):
+            # --x asks for True and --no-x for False: for more than the default if they differ.
             return flag.startswith("--no-") is self.default
         return value is None or value != self.default
 
@@ -255,27 +256,28 @@ def sort_words(
     words: Sequence[str], absent: Sequence[AbsentFlag]
 ) -> tuple[list[str], AskedFor | None]:
     """Return the words of no absent flag, and the first absent flag that asks for something."""
-    known = {name: row for row in absent for name in (row.flag, *row.aliases)}
-    known |= {
+    rows = {name: row for row in absent for name in (row.flag, *row.aliases)}
+    rows |= {
         name.replace("--", "--no-", 1): row
-        for name, row in known.items()
+        for name, row in rows.items()
         if isinstance(row.default, bool)
     }
-    rest: list[str] = []
+    others: list[str] = []
     todo = list(reversed(words))
     while todo:
         word = todo.pop()
         flag, equals, value = word.partition("=")
-        row = known.get(flag)
+        row = rows.get(flag)
         if row is None:
-            rest.append(word)
+            others.append(word)
             continue
         takes_value = not isinstance(row.default, bool) and not equals
+        # Its value may be the next word; without one the flag itself asks for something.
         if takes_value and todo and not todo[-1].startswith("-"):
             equals, value = "=", todo.pop()
         if row.asks(flag, value if equals else None):
-            return rest, AskedFor(flag, row)
-    return rest, None
+            return others, AskedFor(flag, row)
+    return others, None
 
 
 def check_variables(absent: Sequence[AbsentFlag], env: Mapping[str, str]) -> Iterator[ConfigError]:
@@ -284,9 +286,7 @@ def check_variables(absent: Sequence[AbsentFlag], env: Mapping[str, str]) -> Ite
         value = env.get(row.variable)
         if value is None or not row.by_variable:
             continue
-        if isinstance(row.default, bool):
-            asks = (value.strip().lower() not in _OFF) is not row.default
-        else:
-            asks = value.strip().lower() not in _OFF and row.asks(row.flag, value)
-        if asks:
+        is_on = value.strip().lower() not in _OFF
+        is_switch = isinstance(row.default, bool)
+        if (is_on is not row.default) if is_switch else (is_on and row.asks(row.flag, value)):
             yield ConfigError(f"{row.variable}={value} {row.text}")

@@ -35,7 +35,7 @@ class CheckedOptions:
 
 
 def check_options(
-    groups: Sequence[type[Any]], given: Mapping[str, Sequence[str]], env: Mapping[str, str]
+    groups: Sequence[type[Any]], words_of: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> CheckedOptions:
     """Check command-line words, given by the key that they come from, over ``env``.
 
@@ -46,15 +46,15 @@ def check_options(
     unknown: list[tuple[str, str]] = []
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for key, words in given.items():
+    for key, words in words_of.items():
         try:
-            found, rest = parser.read(words)
+            namespace, unused = parser.read(words)
         except ConfigError as error:
             problems.append(OptionProblem(key, error.message))
             continue
-        if rest:
-            _sort_rest(key, rest, vars(found), problems, unknown)
-        for name, value in vars(found).items():
+        if unused:
+            _sort_rest(key, unused, vars(namespace), problems, unknown)
+        for name, value in vars(namespace).items():
             if name in keys:
                 text = f"sets the same option as {keys[name]}; remove one of them"
                 problems.append(OptionProblem(key, text))
@@ -68,10 +68,10 @@ def check_options(
 def did_you_mean(flag: str, groups: Iterable[type[Any]]) -> str:
     """Return a hint at the option that is most like ``flag``, or an empty text."""
     flags = [
-        known.lstrip("-")
+        name.lstrip("-")
         for group in groups
         for field in fields_of(group)
-        for known in option_of(field).flags
+        for name in option_of(field).flags
     ]
     close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
@@ -96,23 +96,24 @@ class _CheckingParser(Parser):
         raise ConfigError(text)
 
     def error(self, message: str) -> NoReturn:
+        # argparse begins with `argument --flag: `, and the key names the flag already.
         raise ConfigError(message.partition(": ")[2] or message)
 
 
 def _sort_rest(
     key: str,
-    rest: Sequence[str],
-    found: Mapping[str, Any],
+    words: Sequence[str],
+    parsed: Mapping[str, Any],
     problems: list[OptionProblem],
     unknown: list[tuple[str, str]],
 ) -> None:
     """Report the words that the parser did not use: of an unknown flag, or after a known one."""
-    if rest[0].startswith("-"):
-        unknown.append((key, rest[0].lstrip("-").partition("=")[0]))
-    elif found:
-        problems.append(OptionProblem(key, f"must be true or false, got {rest[0]!r}"))
+    if words[0].startswith("-"):
+        unknown.append((key, words[0].lstrip("-").partition("=")[0]))
+    elif parsed:
+        problems.append(OptionProblem(key, f"must be true or false, got {words[0]!r}"))
     else:
-        problems.append(OptionProblem(key, f"has the unexpected word {rest[0]!r}"))
+        problems.append(OptionProblem(key, f"has the unexpected word {words[0]!r}"))
 
 
 def _build(
@@ -123,9 +124,9 @@ def _build(
     problems: list[OptionProblem],
 ) -> Any:
     names = {field.name: option_of(field) for field in fields_of(group)}
-    given = {name: value for name, value in values.items() if name in names}
-    built, found = try_build(group, given, env)
-    for name, error in found.items():
+    own = {name: value for name, value in values.items() if name in names}
+    built, errors = try_build(group, own, env)
+    for name, error in errors.items():
         key = keys.get(name, "")
         spec: Option | None = names.get(name)
         flag = spec.flags[0] if spec is not None and spec.flags else ""

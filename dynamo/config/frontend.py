@@ -13,6 +13,7 @@ from dynamo.errors import ConfigError, shorten
 from dynamo.prometheus_names import name_prefix
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,30}://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+# A browser leaves the default port of the scheme out of Origin (RFC 6454, section 6.2).
 _DEFAULT_PORT = re.compile(r"(?<=^http:)(//.+):80$|(?<=^https:)(//.+):443$")
 
 
@@ -223,7 +224,6 @@ class FrontendSettings:
     force_usage: bool = variable(
         False, "DYN_ENABLE_FORCE_INCLUDE_USAGE", help="send token counts at the end of every stream"
     )
-
     tokenizer: str = option(
         "default",
         choices=("default", "fastokens"),

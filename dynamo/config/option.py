@@ -41,43 +41,36 @@ def option(default: Any, *flags: str, env: str | tuple[str, ...] = (), **how: An
     ``DYN_HTTP_PORT``.
     """
 
-    def name(field: str) -> Option:
-        stated = flags or (_flag(field),)
+    def spec(name: str) -> Option:
+        stated = flags or (_flag(name),)
         variable = f"DYN_{stated[0].removeprefix('--').replace('-', '_').upper()}"
         return Option(stated, (env,) if isinstance(env, str) else env or (variable,), **how)
 
-    return dataclasses.field(default=default, metadata={"option": name})
+    return _field(default, spec)
 
 
 def flag(default: Any, *flags: str, **how: Any) -> Any:
     """Return a field as :func:`option` does, without a variable."""
-
-    def name(field: str) -> Option:
-        return Option(flags or (_flag(field),), (), **how)
-
-    return dataclasses.field(default=default, metadata={"option": name})
+    return _field(default, lambda name: Option(flags or (_flag(name),), (), **how))
 
 
 def argument(default: Any, **how: Any) -> Any:
     """Return a field that a word without a flag sets, without a variable."""
-
-    def name(field: str) -> Option:
-        return Option((field,), (), **how)
-
-    return dataclasses.field(default=default, metadata={"option": name})
+    return _field(default, lambda name: Option((name,), (), **how))
 
 
 def variable(default: Any, *env: str, **how: Any) -> Any:
     """Return a field without a flag; unless stated, the variable of ``tls_key`` is DYN_TLS_KEY."""
-
-    def name(field: str) -> Option:
-        return Option((), env or (f"DYN_{field.upper()}",), **how)
-
-    return dataclasses.field(default=default, metadata={"option": name})
+    return _field(default, lambda name: Option((), env or (f"DYN_{name.upper()}",), **how))
 
 
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+def _field(default: Any, spec: Callable[[str], Option]) -> Any:
+    # Called with the name of the field, which it learns only when its class is made.
+    return dataclasses.field(default=default, metadata={"option": spec})
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def environ() -> dict[str, str]:
@@ -105,12 +98,13 @@ def load(
     ``unknown_hint`` says where flags go that are like none of these.
     """
     parser = _parser(prog, description, groups, epilog)
-    given, rest = parser.read(argv)
-    if rest:
-        also = f"; {unknown_hint}" if unknown_hint and rest[0].startswith("-") else ""
-        hint = parser.did_you_mean(rest)
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint or also}")
-    return _build_all(parser, given, groups, env)
+    arguments, unknown = parser.read(argv)
+    if unknown:
+        hint = parser.did_you_mean(unknown)
+        if not hint and unknown_hint and unknown[0].startswith("-"):
+            hint = f"; {unknown_hint}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return _build_all(parser, arguments, groups, env)
 
 
 def load_known(
@@ -125,13 +119,13 @@ def load_known(
     For a program that passes flags on. Such a flag may have its value as a separate argument.
     """
     parser = _parser(prog, description, groups, epilog)
-    given, rest = parser.read(argv)
-    return _build_all(parser, given, groups, None), rest
+    arguments, unknown = parser.read(argv)
+    return _build_all(parser, arguments, groups, None), unknown
 
 
-def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
-    """Build ``group`` from ``given`` over variables over defaults. Raises ConfigError."""
-    return _build(group, given, os.environ if env is None else env)
+def from_env(group: type[T], env: Mapping[str, str] | None = None, **values: Any) -> T:
+    """Build ``group`` from ``values`` over variables over defaults. Raises ConfigError."""
+    return _build(group, values, os.environ if env is None else env)
 
 
 def to_env(settings: Any) -> dict[str, str]:
@@ -164,7 +158,7 @@ def _parser(prog: str, description: str, groups: Sequence[type[Any]], epilog: st
 
 def _build_all(
     parser: Parser,
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     groups: Sequence[type[Any]],
     env: Mapping[str, str] | None,
 ) -> tuple[Any, ...]:
@@ -173,7 +167,7 @@ def _build_all(
     try:
         for error in check_variables(absent, variables):
             raise error
-        built = tuple(_build(group, vars(given), variables) for group in groups)
+        built = tuple(_build(group, vars(arguments), variables) for group in groups)
         _dump(built)
         return built
     except ConfigError as error:
@@ -185,16 +179,17 @@ def _dump(groups: Sequence[Any]) -> None:
     path = next((name for group in groups if (name := getattr(group, _DUMP, None))), None)
     if path is None:
         return
-    shown = {
+    document = {
         type(group).__name__: {
             field.name: "(hidden)" if field.name in _SECRETS else getattr(group, field.name)
             for field in fields_of(type(group))
         }
         for group in groups
     }
+    # The processes of a graph may name one file: each replaces it whole.
     temporary = Path(f"{path}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(shown, indent=2), encoding="utf-8")
+        temporary.write_text(json.dumps(document, indent=2), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"--dump-config-to {path}: can't be written: {error}") from None
@@ -234,15 +229,15 @@ def _type(hint: Any) -> tuple[type[Any], bool]:
     return (typing.get_origin(hint) or hint), nullable
 
 
-def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
-    built, problems = try_build(group, given, env)
+def _build(group: type[T], arguments: Mapping[str, Any], env: Mapping[str, str]) -> T:
+    built, problems = try_build(group, arguments, env)
     if built is None:
         raise ConfigError(next(problem.message for problem in problems.values()))
     return built
 
 
 def try_build(
-    group: type[T], given: Mapping[str, Any], env: Mapping[str, str]
+    group: type[T], arguments: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[T | None, dict[str, ConfigError]]:
     """Build ``group`` like :func:`from_env`, or return every problem, by the name of its field.
 
@@ -254,7 +249,7 @@ def try_build(
     for field in fields_of(group):
         spec = option_of(field)
         kind, nullable = types_of[field.name]
-        name, raw = _source(field, spec, given, env)
+        name, raw = _source(field, spec, arguments, env)
         if raw is None:
             continue
         try:
@@ -263,7 +258,7 @@ def try_build(
             problems[field.name] = error
     if problems:
         return None, problems
-    if _GIVEN in group.__dict__.get("__dataclass_fields__", {}):
+    if hasattr(group, _GIVEN):
         values[_GIVEN] = frozenset(values)
     try:
         return group(**values), {}
@@ -272,11 +267,14 @@ def try_build(
 
 
 def _source(
-    field: dataclasses.Field[Any], spec: Option, given: Mapping[str, Any], env: Mapping[str, str]
+    field: dataclasses.Field[Any],
+    spec: Option,
+    arguments: Mapping[str, Any],
+    env: Mapping[str, str],
 ) -> tuple[str, Any]:
     """Return the flag or variable that sets ``field``, for errors, and its raw value."""
-    if field.name in given:
-        return (spec.flags[0] if spec.flags else field.name), given[field.name]
+    if field.name in arguments:
+        return (spec.flags[0] if spec.flags else field.name), arguments[field.name]
     for variable in spec.env:
         if variable in env:
             raw: Any = env[variable]

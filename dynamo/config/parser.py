@@ -53,6 +53,11 @@ def option_of(field: dataclasses.Field[Any]) -> Option:
     return option
 
 
+def is_switch(field: dataclasses.Field[Any]) -> bool:
+    """Whether the flags of ``field`` take no value."""
+    return isinstance(field.default, bool) or field.type in ("bool", "bool | None")
+
+
 class _ShowVersion(argparse._VersionAction):
     """Adds the commit to the version."""
 
@@ -112,20 +117,20 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         """Return what ``argv`` sets and the words of no option, after refusing absent flags."""
-        given, rest = self.parse_known_args(argv)
-        rest, asked = sort_words(rest, self._absent)
+        arguments, words = self.parse_known_args(argv)
+        words, asked = sort_words(words, self._absent)
         if asked is not None:
             self.refuse(asked.flag, asked.absent.text)
-        return given, rest
+        return arguments, words
 
     def did_you_mean(self, words: Sequence[str]) -> str:
         """Return a hint at the flag that is most like the first unknown one; "" without any."""
         import difflib  # slow to import: only for an error
 
         flag = next((word for word in words if word.startswith("--")), "").partition("=")[0]
-        name, flags = flag.lstrip("-"), [known[2:] for known in self._option_string_actions]
-        close = difflib.get_close_matches(name, flags, n=1)
-        close += [known for known in flags if name and known.endswith(f"-{name}")]  # --api-key-file
+        typed, flags = flag.lstrip("-"), [name[2:] for name in self._option_string_actions]
+        close = difflib.get_close_matches(typed, flags, n=1)
+        close += [name for name in flags if typed and name.endswith(f"-{typed}")]  # --api-key-file
         return f" (did you mean --{close[0]}?)" if close else ""
 
     def refuse(self, flag: str, text: str) -> NoReturn:
@@ -137,6 +142,7 @@ class Parser(argparse.ArgumentParser):
         variables = ["without a flag, by variable only:", *self._variables]
         parts = ["\n".join(variables)] if self._variables else []
         self.epilog = "\n\n".join([*parts, self._epilog] if self._epilog else parts) or None
+        # Without the fixed width: the text is as wide as the terminal.
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         return super().format_help()
 
@@ -164,8 +170,9 @@ def _add_argument(
     section: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Option
 ) -> None:
     text = _text(spec, field.default).replace("%", "%%")
+    # Without a default of argparse: variables come between the words and the defaults.
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    if isinstance(field.default, bool) or field.type in ("bool", "bool | None"):
+    if is_switch(field):
         options["action"] = argparse.BooleanOptionalAction
         if spec.flags[0].startswith("--no-"):  # --no-no-x works, but is not worth a place in --help
             options["action"] = "store_true"
@@ -197,9 +204,9 @@ def _text(spec: Option, default: Any) -> str:
     limits = [range_text(spec)] if range_text(spec) else []
     if spec.shows_default and default not in (None, (), ""):
         limits.append(f"default: {default}")
-    shown = f" ({'; '.join(limits)})" if limits else ""
+    notes = f" ({'; '.join(limits)})" if limits else ""
     variables = f" [env: {', '.join(spec.env)}]" if spec.flags and spec.env else ""
-    return f"{spec.help}{old}{shown}{variables}"
+    return f"{spec.help}{old}{notes}{variables}"
 
 
 def _paragraph(spec: Option, default: Any) -> str:

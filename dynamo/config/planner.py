@@ -182,14 +182,12 @@ class PlannerSettings:
         metavar="SECONDS",
         help="time a new worker has to serve; then it is removed again",
     )
-
     max_sleeping_workers: int | None = flag(
         None,
         minimum=0,
         help="workers of a service that may sleep instead of exiting, if their engine can; "
         "default: one, and more as far as a tenth of the RAM stays available",
     )
-
     given: frozenset[str] = frozenset()
     """Names of the options that a command line has set, be it to their defaults."""
 
@@ -214,7 +212,7 @@ class PlannerSettings:
         return math.ceil(self.min_gpu_budget / max(1.0, gpus_per_worker))
 
     def __post_init__(self) -> None:
-        """Reject another backend, and values that contradict each other."""
+        """Reject values that contradict each other."""
         if self.min_gpu_budget > self.max_gpu_budget:
             raise ConfigError(
                 f"--min-gpu-budget {self.min_gpu_budget} is above --max-gpu-budget "

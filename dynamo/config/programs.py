@@ -153,14 +153,14 @@ PROGRAMS = {
 class Extra:
     """An optional dependency: the ``package`` that ``values`` of an option need.
 
-    ``option`` is ``Class.field`` of settings, ``shown`` its name for users.
+    ``option`` is ``Class.field`` of settings, ``label`` its name for users.
     """
 
     name: str
     package: str
     option: str
     values: tuple[Any, ...]
-    shown: str
+    label: str
 
     def needed_by(self, settings: Any) -> str:
         """Return the option and its value if ``settings`` need the package, else ""."""
@@ -168,7 +168,7 @@ class Extra:
         value = getattr(settings, name, None) if type(settings).__name__ == group else None
         if value not in self.values:
             return ""
-        return self.shown if value is True else f"{self.shown} {value}"
+        return self.label if value is True else f"{self.label} {value}"
 
     @property
     def install(self) -> str:

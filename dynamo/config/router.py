@@ -220,14 +220,15 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
             for name, value in _LOAD_AWARE.items():
                 object.__setattr__(self, name, value)
 
-    def overridden(self, given: Mapping[str, Any]) -> RouterSettings:
-        """Return these settings with ``given`` ones in place; unknown names are ignored.
+    def overridden(self, values: Mapping[str, Any]) -> RouterSettings:
+        """Return these settings with ``values`` ones in place; unknown names are ignored.
 
         Raises ConfigError for a value out of range.
         """
-        known = {field.name for field in dataclasses.fields(self)}
-        known -= {"policies", "stage", "given"}
-        chosen = {name: value for name, value in given.items() if name in known}
+        names = {field.name for field in dataclasses.fields(self)}
+        names -= {"policies", "stage", "given"}
+        chosen = {name: value for name, value in values.items() if name in names}
+        # Built apart: that converts and checks the values as those of flags.
         built = from_env(RouterSettings, {}, **chosen)
         return dataclasses.replace(self, **{name: getattr(built, name) for name in chosen})
 
@@ -292,12 +293,13 @@ def with_policies(settings: RouterSettings) -> RouterSettings:
         name: value for name, value in policies.settings.items() if name not in settings.given
     }
     try:
-        found = dataclasses.replace(settings.overridden(shared), policies=policies)
+        merged = dataclasses.replace(settings.overridden(shared), policies=policies)
+        # Now, so that weights out of range end the start, and not the first request.
         for stage in STAGES:
-            found.at_stage(stage)
+            merged.at_stage(stage)
     except ConfigError as error:
         raise ConfigError(f"{FLAG} {settings.policy_config}: {error.message}") from None
-    return found
+    return merged
 
 
 @dataclass(frozen=True, kw_only=True)

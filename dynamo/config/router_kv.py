@@ -13,6 +13,7 @@ from dynamo.config.option import option, variable
 from dynamo.errors import ConfigError
 
 _FLAG = "--router-conditional-disagg-config"
+_OLD_NAME = "max_local_prefill_length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +50,17 @@ def conditions_of(text: str | None) -> Conditions:
     """
     if text is None:
         return Conditions()
-    given = _read(text)
-    if _OLD_NAME in given and "eff_isl_threshold" in given:
+    thresholds = _read(text)
+    if _OLD_NAME in thresholds and "eff_isl_threshold" in thresholds:
         raise ConfigError(f"{_FLAG}: {_OLD_NAME} and eff_isl_threshold are the same; give one")
-    unknown = sorted(given.keys() - _CHECKS.keys())
+    unknown = sorted(thresholds.keys() - _CHECKS.keys())
     if unknown:
         raise ConfigError(f"{_FLAG}: unknown {', '.join(unknown)}; known are {', '.join(_CHECKS)}")
-    for name, value in given.items():
+    for name, value in thresholds.items():
         _CHECKS[name](name, value)
-    if _OLD_NAME in given:
-        given["eff_isl_threshold"] = given.pop(_OLD_NAME)
-    return Conditions(**given)
+    if _OLD_NAME in thresholds:
+        thresholds["eff_isl_threshold"] = thresholds.pop(_OLD_NAME)
+    return Conditions(**thresholds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +130,12 @@ class DisaggSettings:
 def _read(text: str) -> dict[str, Any]:
     try:
         raw = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        given = json.loads(raw)
+        thresholds = json.loads(raw)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_FLAG} {text!r}: can't be read as JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(thresholds, dict):
         raise ConfigError(f"{_FLAG}: must be a JSON object, got {text!r}")
-    return given
+    return thresholds
 
 
 def _count(name: str, value: Any) -> None:
@@ -151,9 +152,6 @@ def _ratio(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and math.isfinite(value) and 0 <= value <= 1):
         raise ConfigError(f"{_FLAG}: {name} must be between 0 and 1 or null, got {value!r}")
-
-
-_OLD_NAME = "max_local_prefill_length"
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {

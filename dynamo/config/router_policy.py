@@ -114,8 +114,8 @@ class PolicyProfile(_Strict, frozen=True, kw_only=True):
                 return f"class {row.name} must have both policy_family and cache_bucket, or neither"
             if row.policy_family is not None and row.cache_bucket is not None:
                 families.setdefault(row.policy_family, []).append(row.cache_bucket)
-        for family, found in families.items():
-            if sorted(found) != sorted(buckets):
+        for family, covered in families.items():
+            if sorted(covered) != sorted(buckets):
                 return (
                     f"family {family} must have one class for each bucket: "
                     f"{', '.join(sorted(buckets))}"
@@ -184,13 +184,13 @@ class RouterPolicies(msgspec.Struct, frozen=True, kw_only=True):
         """Return the policy called ``name``, None for the built-in choice. Raises ConfigError."""
         if name == BUILT_IN:
             return None
-        for found in self.selection.instances:
-            if found.name == name:
-                return found
-        known = ", ".join([BUILT_IN, *(row.name for row in self.selection.instances)])
+        for policy in self.selection.instances:
+            if policy.name == name:
+                return policy
+        names = ", ".join([BUILT_IN, *(policy.name for policy in self.selection.instances)])
         raise ConfigError(
             f"no policy is called {name!r}; those of worker_selection.instances in {FLAG} are "
-            f"{known}"
+            f"{names}"
         )
 
 
@@ -228,9 +228,10 @@ def _checked(file: _File, directory: Path) -> RouterPolicies:
         selection=file.worker_selection or WorkerSelection(),
         classifier=_classifier(file, root),
     )
-    if any(row.type == _THUNDERAGENT for row in policies.selection.instances):
+    instances = policies.selection.instances
+    if any(policy.type == _THUNDERAGENT for policy in instances):
         raise ConfigError(f"worker_selection.instances: {_NO_THUNDERAGENT}")
-    names = [row.name for row in policies.selection.instances]
+    names = [policy.name for policy in instances]
     if BUILT_IN in names:
         raise ConfigError(f"worker_selection.instances: {BUILT_IN} is the built-in choice")
     if len(set(names)) < len(names):
@@ -239,22 +240,23 @@ def _checked(file: _File, directory: Path) -> RouterPolicies:
         raise ConfigError(
             "worker_selection.encode is not supported: there are no encode workers; remove it"
         )
+    # Raises an error for the name of no policy.
     for stage in STAGES:
         policies.instance(getattr(policies.selection, stage) or BUILT_IN)
     return policies
 
 
 def _classifier(file: _File, root: PolicyProfile | None) -> PolicyInstance | None:
-    given = file.request_classifier
-    if given is None:
+    classifier = file.request_classifier
+    if classifier is None:
         return None
-    if given.type == _THUNDERAGENT:
+    if classifier.type == _THUNDERAGENT:
         raise ConfigError(f"{CLASSIFIER}: {_NO_THUNDERAGENT}")
     if root is None and not file.models:
         raise ConfigError(
             f"{CLASSIFIER}: there are no classes to choose from; give policy_classes, or remove it"
         )
-    return PolicyInstance(name=CLASSIFIER, type=given.type, parameters=given.parameters)
+    return PolicyInstance(name=CLASSIFIER, type=classifier.type, parameters=classifier.parameters)
 
 
 def _root(file: _File) -> PolicyProfile | None:
@@ -272,16 +274,16 @@ def _root(file: _File) -> PolicyProfile | None:
     )
 
 
-def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under ``router`` by our names."""
-    unknown = sorted(given.keys() - ROUTER_KEYS.keys())
+    unknown = sorted(settings.keys() - ROUTER_KEYS.keys())
     if unknown:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
         raise ConfigError(
             f"router: unknown {', '.join(unknown)} (docs/dynamo-flags.md has {flags}); known are "
             f"{', '.join(ROUTER_KEYS)}"
         )
-    for key, value in given.items():
+    for key, value in settings.items():
         if isinstance(value, list | dict):
             raise ConfigError(f"router.{key} must be a number, text, true or false")
-    return {ROUTER_KEYS[key]: value for key, value in given.items()}
+    return {ROUTER_KEYS[key]: value for key, value in settings.items()}

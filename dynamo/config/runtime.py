@@ -186,13 +186,11 @@ class RuntimeSettings:
         minimum=0.5,
         help="seconds without a renewal after which the lease of a hung process expires",
     )
-
     dump_config_to: str | None = option(
         None,
         metavar="FILE",
         help="write all settings of this process to FILE, as JSON, when it starts",
     )
-
     tcp_tls_cert_path: str | None = option(
         None,
         heading="request plane tcp, event plane nats: TLS",
@@ -236,13 +234,13 @@ class RuntimeSettings:
     @property
     def nats_tls(self) -> dict[str, Any]:
         """The fields of :class:`NatsSettings` that are given here."""
-        given = {
+        fields = {
             "ca": self.nats_tls_ca_cert_path,
             "client_cert": self.nats_tls_client_cert_path,
             "client_key": self.nats_tls_client_key_path,
             "insecure": self.nats_tls_insecure,
         }
-        return {name: value for name, value in given.items() if value}
+        return {name: value for name, value in fields.items() if value}
 
     def _check_tls(self) -> None:
         for flag, cert, key in (

@@ -117,6 +117,7 @@ class SystemSettings:
 
     def __post_init__(self) -> None:
         suffix = self.namespace_worker_suffix
+        # As it is appended, behind the shortest namespace.
         if suffix and not is_namespace(f"_-{suffix}"):
             raise ConfigError(f"DYN_NAMESPACE_WORKER_SUFFIX {NAMESPACE_RULE}, got {suffix!r}")
 
@@ -132,10 +133,10 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         for part in self.level.split(","):
-            module, given, word = part.strip().rpartition("=")
+            module, equals, word = part.strip().rpartition("=")
             # A module by itself, such as `dynamo_runtime`, is valid in Dynamo, too.
-            is_module = not given and any(mark in word for mark in _MODULE_MARKS)
-            if (given or word) and word.lower() not in LOG_LEVELS and not is_module:
+            is_module = not equals and any(mark in word for mark in _MODULE_MARKS)
+            if (equals or word) and word.lower() not in LOG_LEVELS and not is_module:
                 raise ConfigError(
                     f"DYN_LOG={self.level!r}: {word!r} is no level; give one of "
                     f"{', '.join(LOG_LEVELS)}, or {module or 'module'}=LEVEL for a module"

@@ -72,8 +72,6 @@ TOOL_CALL_ALIASES = {
     "phi4_mini_json": "phi4",
     "qwen3_xml": "qwen3_coder",
 }
-
-
 REASONING_ALIASES = {
     "deepseek_v3_2": "deepseek_v3_1",
     "deepseek-v3-2": "deepseek_v3_1",
