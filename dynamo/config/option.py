@@ -308,12 +308,13 @@ def _truth(name: str, raw: Any) -> bool:
 def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Option) -> Any:
     try:
         value = kind(raw)
-    except (TypeError, ValueError, OverflowError):  # a file may have lists or .inf
+        is_finite = math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):  # a list or .inf of a file, 400 digits
         word = "an integer" if kind is int else "a number"
         raise ConfigError(f"{name} must be {word}, got {raw!r}") from None
     low, high = spec.minimum, spec.maximum
     above = low is None or (value > low if spec.exclusive_minimum else value >= low)
-    if not math.isfinite(value) or not above or (high is not None and value > high):
+    if not is_finite or not above or (high is not None and value > high):
         raise ConfigError(f"{name} must be {_range(spec, kind is int)}, got {raw}")
     return value
 

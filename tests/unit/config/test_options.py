@@ -69,6 +69,7 @@ def test_spellings_unset_and_lists() -> None:
         (["--share", "nan"], {}, "--share must be between 0 and 1, got nan"),
         ([], {"DYN_SHARE": "x"}, "DYN_SHARE must be a number, got 'x'"),
         (["--count", "1.5"], {}, "--count must be an integer, got '1.5'"),
+        (["--count", "1" + "0" * 400], {}, "--count must be an integer, got '1000"),
         (["--count", "0"], {}, "--count must be >= 1, got 0"),
         (["--mode", "best"], {}, "--mode must be one of kv, round-robin, got 'best'"),
         ([], {"DYN_EVENTS": "ture"}, "DYN_EVENTS must be true, 1, yes or on, or false, 0"),
