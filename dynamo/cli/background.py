@@ -83,7 +83,8 @@ def _stop(document: Document, runtime: RuntimeSettings) -> None:
     except ProcessLookupError:
         return  # it ended since
     try:
-        if running_deployment(runtime) is None:  # else the number is another process's by now
+        # Looked at again with the pidfd open: the number may be another process's by now.
+        if running_deployment(runtime) is None:
             return
         _terminate(main_process, main_pid(document))
         events = BoxEventLog(state_path(runtime) / runtime.namespace)
@@ -102,6 +103,7 @@ def _wait(main_process: int, document: Document, stage: Path) -> None:
     arbiter = document.arbiter
     for patience_s in (_KILL_S, 0.0):
         _continue_halted(document)
+        # An arbiter that stops has written its stage: from then on requests may take their time.
         if stage.exists() or not runs_here(arbiter):
             break
         if patience_s:
@@ -174,12 +176,14 @@ def _detach(verb: str, words: Sequence[str], runtime: RuntimeSettings, directory
     try:
         ready = _follow(child, path, begin, survival)
     except KeyboardInterrupt:
+        # In its session it gets no Ctrl-C of this terminal.
         child.send_signal(signal.SIGTERM)
         child.wait()
         return 130
     if not ready:
         if survival.begun:
             print(f"logs: {directory}", file=sys.stderr)
+        # 0 is that of a deployment that was stopped before it was ready.
         return child.wait() or 1
     print(f"  stop: dynamo stop --namespace {runtime.namespace}   logs: {directory}")
     for name, reason in survival.given_up.items():
@@ -253,6 +257,7 @@ def _follow(child: subprocess.Popen[bytes], path: Path, begin: int, survival: _S
             if ended:
                 print("\n".join(others), file=sys.stderr)
                 return False
+            # Without a frontend nothing shows that the models serve: the processes must survive.
             is_ready = not ready.startswith(_STARTED)
             if ready and survival.is_proven(is_ready):
                 if is_ready or not survival.given_up:

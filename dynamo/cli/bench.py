@@ -70,6 +70,7 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         if settings.prompt_format == "text":
             prompts.tokens_per_word = await calibrate(runner, prompts)
         scheduled = any(request.at_s is not None for request in planned)
+        # Times are an open loop: a cap would slow the load down with a slow server.
         concurrency = settings.concurrency or (None if scheduled else 8)
         interrupted = False
         try:
@@ -101,8 +102,8 @@ def _try_output(path: str) -> None:
             pass
         if new:
             Path(path).unlink()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--output: {_os_reason(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {error.filename}: {error.strerror}") from None
 
 
 def _write_output(path: str, text: str) -> None:
@@ -111,12 +112,6 @@ def _write_output(path: str, text: str) -> None:
     except OSError as error:  # without a name if the disk is full
         reason = f"cannot write {path}: {error.strerror}"
         raise DynamoError(f"--output: {reason}; the result is above") from None
-
-
-def _os_reason(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError):
-        return f"cannot write {error.filename}: {error.strerror}"
-    return str(error)
 
 
 def plan(settings: BenchSettings) -> list[PlannedRequest]:
@@ -191,17 +186,17 @@ def _lines(summary: Summary) -> Iterator[str]:
             f"the computed tokens (imbalance {summary.work_imbalance:.2f})"
         )
     if summary.goodput is not None:
-        limits = msgspec.to_builtins(summary.goodput)
-        shown = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
+        limits_ms = msgspec.to_builtins(summary.goodput)
+        limits = ", ".join(f"{name} <= {value:g} ms" for name, value in limits_ms.items())
         yield (
-            f"goodput ({shown}): {counted(summary.good_requests or 0, 'request')}, "
+            f"goodput ({limits}): {counted(summary.good_requests or 0, 'request')}, "
             f"{summary.good_requests_per_s:,.2f}/s"
         )
     failures = list(summary.errors.items())
     for reason, count in failures[:_REASONS_SHOWN]:
         yield f"[red]{count} failed[/]: {_plain(reason)}"
-    if rest := sum(count for _, count in failures[_REASONS_SHOWN:]):
-        yield f"[red]{rest} failed[/] for other reasons (all: --json)"
+    if others := sum(count for _, count in failures[_REASONS_SHOWN:]):
+        yield f"[red]{others} failed[/] for other reasons (all: --json)"
 
 
 def _rate(value: float | None) -> str:

@@ -38,6 +38,7 @@ EPILOG = """examples:
 _HISTORY = "chat_history"
 _HISTORY_LINES = 1000
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+# \001 and \002 mark what takes no column: without them readline wraps long lines too early.
 _PROMPT = f"\001{_BOLD}\002>\001{_PLAIN}\002 "
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _QUIT = ("/quit", "/exit", "/bye")
@@ -119,13 +120,13 @@ class ChatSession:
             return ""
 
     def _command(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
+        name, _, text = line.partition(" ")
         command = self._commands.get(name)
         if command is None:
             print(f"unknown command {one_line(name)}; /help lists them")
             return
         try:
-            command(rest.strip())
+            command(text.strip())
         except DynamoError as error:
             print(one_line(error.message))
 
@@ -145,6 +146,7 @@ class ChatSession:
         except DynamoError as error:
             problem = one_line(error.message)
         screen.end()
+        # The part of an interrupted answer counts, a request without any answer does not.
         if answer.text or not problem:
             self._messages += [asked, {"role": "assistant", "content": answer.text}]
         self._answers.append(answer)
@@ -157,14 +159,14 @@ class ChatSession:
     def _choose(self, name: str) -> None:
         models = asyncio.run(list_models(self._target.endpoint))
         if not name:
-            for one in models:
-                print(f"{'*' if one == self._target.model else ' '} {one_line(one)}")
+            for model in models:
+                print(f"{'*' if model == self._target.model else ' '} {one_line(model)}")
         elif name in models:
             self._target = self._target._replace(model=name)
             print(f"now with {one_line(name)}")
         else:
-            shown = one_line(", ".join(models))
-            print(f"{self._url} does not serve {one_line(name)}; it serves: {shown}")
+            served = one_line(", ".join(models))
+            print(f"{self._url} does not serve {one_line(name)}; it serves: {served}")
 
     def _set_system(self, text: str) -> None:
         if text:
@@ -210,6 +212,7 @@ class ChatSession:
 
     def _keep_history(self, typed: int) -> None:
         try:
+            # append_history_file makes no file, and an older one may be readable by other users.
             os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT, 0o600))
             self._history.chmod(0o600)
             readline.append_history_file(typed, self._history)
@@ -289,13 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _model(named: str | None, models: Sequence[str], target: Target) -> str:
     """Return the model that is meant. Raises DynamoError with a remedy."""
-    shown = ", ".join(models)
+    served = ", ".join(models)
     if not models:
         raise DynamoError(f"{target.url} serves no model now; see dynamo ps, or: dynamo load MODEL")
     if named is None and len(models) > 1:
-        raise ConfigError(f"{target.url} serves several models; name one with --model: {shown}")
+        raise ConfigError(f"{target.url} serves several models; name one with --model: {served}")
     if named is not None and named not in models:
-        raise ConfigError(f"{target.url} does not serve {named!r}; name one of: {shown}")
+        raise ConfigError(f"{target.url} does not serve {named!r}; name one of: {served}")
     return named or models[0]
 
 

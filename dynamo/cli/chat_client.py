@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -123,6 +123,7 @@ async def request_answer(
     body = _body(target, messages)
     stream = _AnswerStream(answer, show)
     try:
+        # Of the connection alone: an answer takes as long as it takes, and Ctrl-C ends it.
         async with asyncio.timeout(_CONNECT_S):
             await stream.connect_to(endpoint)
     except (OSError, UnicodeError) as error:
@@ -143,12 +144,12 @@ async def request_answer(
 
 
 def _body(target: ChatTarget, messages: Sequence[Mapping[str, str]]) -> bytes:
-    body: dict[str, Any] = {"model": target.model, "messages": messages, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    if target.max_tokens is not None:
-        body["max_tokens"] = target.max_tokens
+    limit = {} if target.max_tokens is None else {"max_tokens": target.max_tokens}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        return msgspec.json.encode(body)
+        return msgspec.json.encode(
+            {"model": target.model, "messages": messages, **streamed, **limit}
+        )
     except UnicodeEncodeError:  # bytes of the terminal, a pipe or a flag that are no characters
         raise ConfigError("the message is not UTF-8 text; nothing was sent") from None
 
@@ -160,7 +161,7 @@ async def list_models(target: Target) -> list[str]:
         if answer.status != 200:
             text = refusal(answer.status, bytes(answer.body), _ERROR_CHARS)
             raise DynamoError(f"{target.url} answered {text}")
-        return [one.id for one in msgspec.json.decode(answer.body, type=ModelList).data]
+        return [model.id for model in msgspec.json.decode(answer.body, type=ModelList).data]
     except (OSError, UnicodeEncodeError) as error:
         raise _unreachable(target, error) from None
     except (ResponseError, msgspec.MsgspecError, UnicodeDecodeError) as error:

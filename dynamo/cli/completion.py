@@ -21,7 +21,7 @@ from typing import Any
 from dynamo.cli.options import CompletionSettings
 from dynamo.config import environ, from_env, load
 from dynamo.config.option import fields_of
-from dynamo.config.parser import option_of
+from dynamo.config.parser import is_switch, option_of
 from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
@@ -36,8 +36,6 @@ EPILOG = """install it once:
   zsh   dynamo completion zsh > ~/.zfunc/_dynamo     with fpath+=~/.zfunc before compinit
   fish  dynamo completion fish > ~/.config/fish/completions/dynamo.fish
 or for this shell alone: eval "$(dynamo completion bash)" """
-COMPLETE = "__complete"
-"""The hidden verb: the shell, and the command line so far."""
 _TEXT_WIDTH = 70
 _FILES = "files"
 _WORDS = "words"
@@ -198,8 +196,9 @@ def candidates(
     verbs: Verbs, words: Sequence[str], current: str, values: Values
 ) -> Iterator[Completion]:
     """Yield what can replace ``current``, which follows ``words`` (without ``dynamo`` itself)."""
-    found = _all(verbs, list(words), current, values)
-    return (one for one in found if one.word.startswith(current))
+    for completion in _all(verbs, list(words), current, values):
+        if completion.word.startswith(current):
+            yield completion
 
 
 def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterator[Completion]:
@@ -208,15 +207,16 @@ def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterat
         yield Completion(*_HELP)
         return
     verb = words.pop(0)
+    # Words after -- go to the engine.
     if verb not in verbs or "--" in words:
         return
     options = verb_options(verb, words[0] if words else "")
     if options.subverbs and not words:
         yield from (Completion(word) for word in options.subverbs)
-    flag, joined, _ = current.partition("=")
+    flag, joined, text = current.partition("=")
     if joined and flag in options.flags:
-        text = current[len(flag) + 1 :]
-        yield from _prefixed(flag + "=", _values_of(verb, options.flags[flag], text, values))
+        for value in _values_of(verb, options.flags[flag], text, values):
+            yield Completion(f"{flag}={value.word}", value.text)
     elif words and _takes_value(options.flags.get(words[-1])):
         yield from _values_of(verb, options.flags[words[-1]], current, values)
     elif current.startswith("-"):
@@ -224,9 +224,9 @@ def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterat
         graph = next((word for word in words if word.endswith((".yaml", ".yml"))), "")
         yield from (Completion(word) for word in values(f"overrides:{graph}", current))
     else:
-        place = _place(words, options)
-        if place < len(options.words):
-            yield from _values_of(verb, options.words[place], current, values)
+        position = _position(words, options)
+        if position < len(options.words):
+            yield from _values_of(verb, options.words[position], current, values)
 
 
 def verb_options(verb: str, subverb: str = "") -> VerbOptions:
@@ -241,7 +241,7 @@ def verb_options(verb: str, subverb: str = "") -> VerbOptions:
         for flag in spec.flags:
             if flag.startswith("-"):
                 flags[flag] = field
-                if _is_switch(field) and not flag.startswith("--no-"):
+                if is_switch(field) and not flag.startswith("--no-"):
                     flags[f"--no-{flag[2:]}"] = field
     return VerbOptions(flags, tuple(words), subverbs(verb))
 
@@ -249,12 +249,13 @@ def verb_options(verb: str, subverb: str = "") -> VerbOptions:
 def _flags(options: VerbOptions) -> Iterator[Completion]:
     for flag, field in options.flags.items():
         spec = option_of(field)
+        # The negation of a switch is accepted, but not offered.
         if not spec.deprecated and not (flag.startswith("--no-") and flag not in spec.flags):
             yield Completion(flag, spec.help)
     yield Completion(*_HELP)
 
 
-def _place(words: Sequence[str], options: VerbOptions) -> int:
+def _position(words: Sequence[str], options: VerbOptions) -> int:
     """Return how many words without a flag ``words`` has."""
     count, is_value = 0, False
     for word in words:
@@ -275,16 +276,8 @@ def _values_of(verb: str, field: Field[Any], text: str, values: Values) -> Itera
         yield from map(Completion, values(kind, text))
 
 
-def _prefixed(prefix: str, found: Iterable[Completion]) -> Iterator[Completion]:
-    return (Completion(prefix + one.word, one.text) for one in found)
-
-
-def _is_switch(field: Field[Any]) -> bool:
-    return isinstance(field.default, bool) or field.type in ("bool", "bool | None")
-
-
 def _takes_value(field: Field[Any] | None) -> bool:
-    return field is not None and not _is_switch(field)
+    return field is not None and not is_switch(field)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -311,19 +304,21 @@ def answer(verbs: Verbs, argv: Sequence[str]) -> int:
         words = _split(words[0])[1:]
     *before, current = words or [""]
     values = _Values(before)
-    found = list(candidates(verbs, before, current, values))
+    completions = list(candidates(verbs, before, current, values))
     if shell == "bash":
+        # bash replaces only what follows the last of its word breaks.
         cut = max(current.rfind("="), current.rfind(":")) + 1
-        lines = [_FILES if values.are_files else _WORDS, *(one.word[cut:] for one in found)]
+        words = [completion.word[cut:] for completion in completions]
+        lines = [_FILES if values.are_files else _WORDS, *words]
     else:
-        lines = [_line(one) for one in found]
+        lines = [_line(completion) for completion in completions]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 
-def _line(one: Completion) -> str:
-    text = one.text.partition(";")[0][:_TEXT_WIDTH]
-    return f"{one.word}\t{text}" if text else one.word
+def _line(completion: Completion) -> str:
+    text = completion.text.partition(";")[0][:_TEXT_WIDTH]
+    return f"{completion.word}\t{text}" if text else completion.word
 
 
 def _split(line: str) -> list[str]:
@@ -342,8 +337,8 @@ class _Values:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.are_files = False
-        given = [b for a, b in itertools.pairwise(words) if a == "--namespace"]
-        self._namespace = given[0] if given else None
+        pairs = itertools.pairwise(words)
+        self._namespace = next((value for flag, value in pairs if flag == "--namespace"), None)
 
     def __call__(self, kind: str, text: str) -> Iterator[str]:
         """Yield the values of ``kind`` that may begin with ``text``."""
@@ -391,6 +386,7 @@ def _paths(text: str, endings: tuple[str, ...]) -> Iterator[str]:
 
 def _overrides(graph: str, text: str) -> Iterator[str]:
     """Yield ``--Service.key=`` for the services of the file ``graph``."""
+    # Names of services begin with a capital: no other flag needs the file.
     if not graph or not text.startswith("--") or (text[2:3] and not text[2].isupper()):
         return
     import yaml  # takes 20 ms

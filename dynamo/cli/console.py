@@ -48,6 +48,7 @@ class WatcherPrefix:
         self._width = max(self._width, len(name))
         padded = f"{name:<{self._width}} |".encode()
         if self._colour:
+            # Not hash(), which differs from one start to the next: a worker keeps its colour.
             colour = _COLOURS[zlib.crc32(name.encode()) % len(_COLOURS)]
             padded = b"\x1b[%dm%s\x1b[0m" % (colour, padded)
         return padded + b" "
@@ -77,6 +78,7 @@ class Console:
         self._prefix = WatcherPrefix(namespace, self._colour)
         self._dropped = 0
         self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LINES)
+        # A daemon: a stopped terminal must not keep the process from its exit.
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
@@ -108,6 +110,7 @@ class Console:
 
     def _put(self, line: bytes) -> None:
         try:
+            # Before the line: the note stands where the others are missing.
             if self._dropped:
                 lines = counted(self._dropped, "line was", "lines were")
                 note = f"dynamo: {lines} dropped here; the log files have all"
@@ -169,6 +172,7 @@ def _json_line(level: int, target: str, text: str) -> bytes:
 
 
 def _with_watcher(watcher: str, line: bytes) -> bytes:
+    # Inserted, not parsed: the members of the service stay as they are.
     if line.startswith(b'{"') and line.endswith(b"}"):
         return b'{"watcher":%s,%s' % (json.dumps(watcher).encode(), line[1:])
     text = line.decode(errors="replace")

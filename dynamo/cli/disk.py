@@ -33,13 +33,13 @@ def list_models(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo list``; return the exit status."""
     text = "List the models on disk: Hugging Face's cache, GGUF files of llama.cpp, Ollama's store."
     (settings,) = load("dynamo list", text, [ListSettings], argv)
-    found = stored_models(_documents())
+    models = stored_models(_documents())
     if settings.json:
-        print(json.dumps([{**asdict(one), "path": str(one.path)} for one in found], indent=2))
+        rows = [{**asdict(model), "path": str(model.path)} for model in models]
+        print(json.dumps(rows, indent=2))
         return 0
-    rows = [_COLUMNS, *map(_row, found)]
-    table = terminal_text("\n".join(aligned(rows)))
-    print(table if found else "no model on disk; try: dynamo pull MODEL")
+    table = terminal_text("\n".join(aligned([_COLUMNS, *map(_row, models)])))
+    print(table if models else "no model on disk; try: dynamo pull MODEL")
     return 0
 
 
@@ -116,12 +116,12 @@ def _ago(seconds: float) -> str:
 
 def _on_lines(name: str) -> OnProgress:
     """Return what prints the progress of Ollama, which the Hub's library does itself."""
-    shown_s = 0.0
+    due_s = 0.0
 
     def on_progress(done: int, total: int) -> None:
-        nonlocal shown_s
-        if time.monotonic() > shown_s:
-            shown_s = time.monotonic() + _LINE_EVERY_S
+        nonlocal due_s
+        if time.monotonic() > due_s:
+            due_s = time.monotonic() + _LINE_EVERY_S
             print(f"downloading {name}: {done / total:.0%} of {_size(total)}")
 
     return on_progress
@@ -157,6 +157,7 @@ class _JsonLines:
             try:
                 print(json.dumps(line), flush=True)
             except BrokenPipeError:
+                # An exception would end only this thread, and not the download.
                 os._exit(128 + signal.SIGPIPE)
 
 

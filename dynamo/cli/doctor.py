@@ -127,20 +127,18 @@ class Examination:
             return [FrontendGraph("Frontend", from_env(FrontendSettings), from_env(RouterSettings))]
         return frontends_of(self.graph.services)
 
-    def _directory(self) -> Path:
-        return Path(self.graph.source).absolute().parent if self.graph else Path.cwd()
-
     def _needs(self) -> GraphNeeds:
         if self.graph is None:
             return GraphNeeds()
-        return graph_needs(self.graph.services, self._frontends(), self._directory())
+        directory = Path(self.graph.source).absolute().parent
+        return graph_needs(self.graph.services, self._frontends(), directory)
 
     def _gpus(self) -> Iterator[Finding]:
         gpus = read_gpus(frozenset(self.deployed.owners))
         yield from check_gpus(gpus)
         engines = read_engines({"vllm": TESTED_VERSIONS}, *self._environment())
         yield from check_engines(engines, gpus)
-        if any(one.is_cpu_build and one.name == "vllm" for one in engines):
+        if any(engine.is_cpu_build and engine.name == "vllm" for engine in engines):
             running = self.deployed.document is not None  # its own workers hold the memory
             yield check_cpu_memory(read_memory(1), 0.0 if running else self._needs().cpu_share)
 
@@ -160,6 +158,7 @@ class Examination:
         return DiskFacts(
             state=file_system(state_path(self.runtime)),
             models=file_system(models_path()) if needs.downloads else None,
+            # 2: rotation keeps one older file of each process.
             log_bytes=int(2 * needs.processes * settings.log_size_mb * 1e6),
         )
 

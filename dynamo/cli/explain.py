@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 from urllib.parse import quote
 
@@ -58,49 +59,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
     """Print what routing has learned of each model's workers; 1 where no cost is in seconds."""
-    found: dict[str, Explanation] = {}
+    pools: dict[str, Explanation] = {}
     for model in ask(frontend, "/v1/models", ModelList).data:
         body = msgspec.json.encode({"model": model.id, "prompt": "x"})
-        found[model.id] = ask(frontend, "/v1/route", Explanation, body)
+        pools[model.id] = ask(frontend, "/v1/route", Explanation, body)
     if as_json:
-        fits = {name: _fit(one) for name, one in found.items()}
+        fits = {name: _fit(pool) for name, pool in pools.items()}
         print(msgspec.json.format(msgspec.json.encode(fits)).decode())
     else:
         names = known_names(frontend)
-        for name, one in found.items():
-            if one.prefill is not None:
-                print("\n".join(_fit_lines(f"{name}, prefill workers", one.prefill, names)))
-            if one.prefill is None or one.speed is not None:
-                print("\n".join(_fit_lines(name, one, names)))
-    return 0 if any(_learns(one) for one in found.values()) else 1
+        for name, pool in pools.items():
+            if pool.prefill is not None:
+                print("\n".join(_fit_lines(f"{name}, prefill workers", pool.prefill, names)))
+            if pool.prefill is None or pool.speed is not None:
+                print("\n".join(_fit_lines(name, pool, names)))
+    return 0 if any(_learns(pool) for pool in pools.values()) else 1
 
 
-def _learns(found: Explanation) -> bool:
-    return found.speed is not None or (found.prefill is not None and _learns(found.prefill))
+def _learns(pool: Explanation) -> bool:
+    return pool.speed is not None or (pool.prefill is not None and _learns(pool.prefill))
 
 
-def _fit(found: Explanation) -> dict[str, Any]:
+def _fit(pool: Explanation) -> dict[str, Any]:
     workers = [
         {"worker": f"{row.worker_id:x}", "dp_rank": row.dp_rank, "slowness": row.slowness}
-        for row in found.candidates
+        for row in pool.candidates
     ]
-    prefill = None if found.prefill is None else _fit(found.prefill)
-    return {"speed": found.speed, "workers": workers, "prefill": prefill}
+    prefill = None if pool.prefill is None else _fit(pool.prefill)
+    return {"speed": pool.speed, "workers": workers, "prefill": prefill}
 
 
-def _fit_lines(title: str, found: Explanation, names: Names) -> Iterator[str]:
-    speed = found.speed
+def _fit_lines(title: str, pool: Explanation, names: Names) -> Iterator[str]:
+    speed = pool.speed
     if speed is None:
         yield f"{title}: no cost in seconds; start the frontend with --router-cost seconds"
         return
     times = counted(speed.samples, "time")
-    known = f"measured {times}" if speed.samples else "a guess until the first one"
+    origin = f"measured {times}" if speed.samples else "a guess until the first one"
     yield (
         f"{title}: a prompt takes {_ms(speed.fixed_s)} + {speed.token_s * 1e3:.4g} ms a token"
-        f" + {speed.attention_s * 1e9:.4g} ns a pair of tokens, {known}"
+        f" + {speed.attention_s * 1e9:.4g} ns a pair of tokens, {origin}"
     )
-    several = {one.worker_id for one in found.candidates if one.dp_rank > 0}
-    for row in sorted(found.candidates, key=lambda one: (one.worker_id, one.dp_rank)):
+    several = {row.worker_id for row in pool.candidates if row.dp_rank > 0}
+    for row in sorted(pool.candidates, key=lambda row: (row.worker_id, row.dp_rank)):
         rank = f" rank {row.dp_rank}" if row.worker_id in several else ""
         worker = name_of(f"{row.worker_id:x}", names)
         yield f"  worker {worker}{rank}: {row.slowness:.2f} times as long"
@@ -126,19 +127,19 @@ def explanation(record: RequestRecord, width: int = 0, names: Names | None = Non
 
 
 def _conclusion(record: RequestRecord, names: Names) -> str:
-    shown = f"{record.request_id} ({record.model}, {record.endpoint})"
+    request = f"{record.request_id} ({record.model}, {record.endpoint})"
     took = _ms(record.duration_s)
     if not record.worker:
-        return f"{shown}: no worker got it; it ended with {record.outcome} after {took}"
+        return f"{request}: no worker got it; it ended with {record.outcome} after {took}"
     end = "" if record.outcome == "ok" else f" and ended with {record.outcome}"
     why = f", {record.route.reason}" if record.route is not None and record.route.reason else ""
     prefill = ""
     if record.prefill_worker:
         prefill = f"prefilled by {name_of(record.prefill_worker, names)}, "
     worker = name_of(record.worker, names) + _rank(record)
-    stage, spent_s = max(_stages(record), key=lambda one: one[1])
+    stage, spent_s = max(_stages(record), key=itemgetter(1))
     return (
-        f"{shown}: {prefill}worker {worker}{why}; it took {took}{end}, most of it {stage} "
+        f"{request}: {prefill}worker {worker}{why}; it took {took}{end}, most of it {stage} "
         f"({_ms(spent_s)})"
     )
 
@@ -160,7 +161,7 @@ def _rank(record: RequestRecord) -> str:
 
 def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     """The stages that the request reached and the rest, which is spent on the client's side."""
-    found = [
+    reached = [
         (name, spent_s)
         for name, spent_s in (
             ("waiting for a worker", record.worker_wait_s),
@@ -171,8 +172,8 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
         )
         if spent_s is not None
     ]
-    rest_s = record.duration_s - sum(spent_s for _, spent_s in found)
-    return [*found, ("network", max(rest_s, 0.0))]
+    client_s = record.duration_s - sum(spent_s for _, spent_s in reached)
+    return [*reached, ("network", max(client_s, 0.0))]
 
 
 def _times(record: RequestRecord) -> Iterator[str]:
@@ -181,6 +182,7 @@ def _times(record: RequestRecord) -> Iterator[str]:
     stages = _stages(record)
     width = max(len(name) for name, _ in stages) + 1
     for name, spent_s in stages:
+        # The ends are rounded, not the length: bars that follow each other meet.
         first, last = round(begun / total_s * _BAR), round((begun + spent_s) / total_s * _BAR)
         begun += spent_s
         bar = " " * min(first, _BAR - 1) + "#" * max(last - first, 1)
@@ -204,8 +206,10 @@ def _facts(record: RequestRecord) -> Iterator[str]:
 
 def _expected(record: RequestRecord) -> str:
     """The time from the choice to the first token, as a cost in seconds expected it."""
+    # With a prefill worker the prompt was computed there, at the cost of another choice.
     if record.route is None or record.route.unit != "seconds" or record.prefill_worker:
         return ""
+    # The chosen worker is the first candidate.
     terms = record.route.candidates[0].terms if record.route.candidates else {}
     if not {"wait", "compute"} <= terms.keys():
         return ""
@@ -223,7 +227,8 @@ def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
     if any(row.cost is not None for row in route.candidates):
         titles.append(_COST)
     ranks = any(row.dp_rank for row in route.candidates)
-    head = ("worker", *(["rank"] if ranks else []), "overlap", *map(_title, titles))
+    captions = (title.replace("_", " ") for title in titles)
+    head = ("worker", *(["rank"] if ranks else []), "overlap", *captions)
     rows = [
         (
             name_of(row.worker, names),
@@ -236,7 +241,7 @@ def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
     first, *lines = figures([head, *rows])
     if width and (excess := _MARK_WIDTH + cell_len(first) - width) > 0:
         room = max(_LEAST_NAME, max(cell_len(row[0]) for row in rows) - excess)
-        first, *lines = figures([head, *((_end(name, room), *rest) for name, *rest in rows)])
+        first, *lines = figures([head, *((_end(name, room), *cells) for name, *cells in rows)])
     yield f"     {first}"
     yield from marked(route.candidates, lines, "  ", width)
     if route.omitted:
@@ -244,10 +249,6 @@ def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
     if _COST in titles:
         unit = "milliseconds" if in_seconds else "blocks"
         yield f"  in {unit}; the cost is the sum of the columns before it"
-
-
-def _title(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _cell(row: RouteCandidate, title: str, scale: float) -> str:

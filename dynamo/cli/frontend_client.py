@@ -84,7 +84,7 @@ def _running(namespace: str | None) -> tuple[str, str | None] | None:
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
     frontends = list(frontends_in(document or Document()))
-    urls = sorted({address.url for one in frontends if (address := one.listens.address)})
+    urls = sorted({address.url for frontend in frontends if (address := frontend.listens.address)})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls:
@@ -134,7 +134,8 @@ def web(argv: Sequence[str] | None = None) -> int:
     (settings,) = load("dynamo web", _WEB, [WebSettings], argv, epilog=_WEB_END)
     url = page_url(BoxCollector(chosen_runtime(settings.namespace)).collect())
     print(url)
-    if settings.open and _has_display():
+    variables = environ()
+    if settings.open and (variables.get("DISPLAY") or variables.get("WAYLAND_DISPLAY")):
         webbrowser.open(url)
     return 0
 
@@ -146,7 +147,8 @@ def page_url(box: BoxStatus) -> str:
     if box.frontend == "none":
         raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
     if box.frontend in ("down", "loading"):
-        suspect = min(box.others, key=lambda one: one.state == "ready", default=None)
+        # False is less than True: a process that is not ready comes first.
+        suspect = min(box.others, key=lambda process: process.state == "ready", default=None)
         remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
         where = box.url or "its address"
         raise Unavailable(f"the frontend does not answer at {where}; see why: {remedy}")
@@ -158,6 +160,7 @@ def _check_served(base: str) -> None:
     target = parse_url(base)
     url = f"{base}/ui"
     try:
+        # Only the status is read: the certificate need not be one that this user trusts.
         page = call(target, "GET", "/ui", BODY_BYTES, _PAGE_S, tls=unverified_context())
         status = asyncio.run(page).status
     except (OSError, UnicodeError, ResponseError) as error:
@@ -169,8 +172,3 @@ def _check_served(base: str) -> None:
         )
     if status != 200:
         raise Unavailable(f"{url} answered {status}; see: dynamo ps")
-
-
-def _has_display() -> bool:
-    variables = environ()
-    return bool(variables.get("DISPLAY") or variables.get("WAYLAND_DISPLAY"))

@@ -21,7 +21,7 @@ from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import running_ollama
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.graph.graph import parse_graph, read_text
+from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.setup.graph_plan import prepare
 from dynamo.setup.llama_swap import convert
 from dynamo.setup.new_graph import (
@@ -105,30 +105,30 @@ class _Questions:
         default = names[0]
         with contextlib.suppress(ConfigError):
             default = choose(model, None, installed).name
-        found = {engine.name for engine in installed}
-        shown = ", ".join(n if n in found else f"{n} (not installed)" for n in names)
-        return self.ask(f"Engine: {shown}", default, lambda text: _engine(model, text, installed))
+        ready = {engine.name for engine in installed}
+        choices = ", ".join(name if name in ready else f"{name} (not installed)" for name in names)
+        return self.ask(f"Engine: {choices}", default, lambda text: _engine(model, text, installed))
 
     def places(self, model: NamedModel, gpus: Sequence[Gpu]) -> tuple[int, int]:
         """Ask for the number of workers and the GPUs of each."""
         settings = self.settings
-        each = settings.gpus_per_worker
-        if each is None:
-            each = _gpus_needed(weights_bytes(model), gpus)
-        workers = settings.workers or max(1, len(gpus) // each if each else 1)
+        per_worker = settings.gpus_per_worker
+        if per_worker is None:
+            per_worker = _gpus_needed(weights_bytes(model), gpus)
+        workers = settings.workers or max(1, len(gpus) // per_worker if per_worker else 1)
         question = "Workers: copies of the model (no GPU was found)"
         if gpus:
             question = f"Workers x GPUs of each ({len(gpus)} x {gpus[0].name})"
-        default = f"{workers}x{each}" if gpus else str(workers)
+        default = f"{workers}x{per_worker}" if gpus else str(workers)
         return self.ask(question, default, lambda text: _places(text, len(gpus)))
 
     def access(self) -> str:
         """Ask who may use the models."""
         if self.settings.access is not None:
             return self.settings.access
-        shown = ", ".join(f"{name} ({text})" for name, text in _ACCESS.items())
+        choices = ", ".join(f"{name} ({text})" for name, text in _ACCESS.items())
         local = self.settings.http_host in ("127.0.0.1", "localhost", "::1")
-        return self.ask(f"Access: {shown}", "local" if local else "keys", _access)
+        return self.ask(f"Access: {choices}", "local" if local else "keys", _access)
 
     def ui(self) -> bool:
         """Ask whether operators get the web page, which is off on a network by default."""
@@ -146,12 +146,14 @@ def _engine(model: NamedModel, name: str, installed: Sequence[InstalledEngine]) 
 
 def _places(text: str, gpus: int) -> tuple[int, int]:
     match = _PLACES.fullmatch(text)
-    workers, each = (int(match[1]), int(match[2] or min(1, gpus))) if match else (0, 0)
+    workers, per_worker = (int(match[1]), int(match[2] or min(1, gpus))) if match else (0, 0)
     if not 1 <= workers <= 1024:
         raise ConfigError(f"a number of workers such as 2, or 2x4 with 4 GPUs each, got {text!r}")
-    if workers * each > gpus:
-        raise ConfigError(f"{workers} workers with {each} GPUs need {workers * each}, not {gpus}")
-    return workers, each
+    if workers * per_worker > gpus:
+        raise ConfigError(
+            f"{workers} workers with {per_worker} GPUs need {workers * per_worker}, not {gpus}"
+        )
+    return workers, per_worker
 
 
 def _access(text: str) -> str:
@@ -164,11 +166,12 @@ def _gpus_needed(weights: int, gpus: Sequence[Gpu]) -> int:
     """Return the smallest power of two of GPUs that holds the weights; 1 if they are unknown."""
     if not gpus:
         return 0
-    each = 1
+    # Powers of two divide the attention heads of nearly every model, as tensor parallelism needs.
+    count = 1
     memory = min(gpu.memory_bytes for gpu in gpus)
-    while memory and weights > each * memory * _FILL and 2 * each <= len(gpus):
-        each *= 2
-    return each
+    while memory and weights > count * memory * _FILL and 2 * count <= len(gpus):
+        count *= 2
+    return count
 
 
 def _write(settings: InitSettings, questions: _Questions) -> None:
@@ -198,8 +201,10 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
         engine_url=running_ollama() if engine.name == "ollama" else None,
         cpu_share=None if devices else cpu_share(workers),
     )
-    _check(graph)
-    key = _new_key(path.absolute().parent / _KEYS) if with_keys else ""
+    # Without the key file, which does not exist yet.
+    _checked(replace(graph, api_key_file=None).text(), "the new graph")
+    keys = path.absolute().parent / _KEYS
+    key = add_key(str(keys), _KEY_NAME, "operator") if with_keys and not keys.exists() else ""
     _replace(path, f"# {graph.served_name} on {engine.name}\n{graph.text()}")
     print(_next_steps(graph, path, key))
 
@@ -209,37 +214,34 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
     if settings.model or settings.engine or settings.served_model_name or settings.access == "keys":
         raise ConfigError("--from takes models and engines from the file: leave out other answers")
     host = "0.0.0.0" if settings.access == "open" else settings.http_host
-    place = {
-        "namespace": settings.namespace,
-        "http-host": host,
-        "http-port": settings.http_port,
-    }
-    made = convert(read_text(Path(source)), source, environ(), place)
-    # Beside its file: relative paths in commands are relative to it.
-    parsed = parse_graph(made.text, str(path))
-    runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
-    prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
-    left_out = [" ".join(line.split()) for line in made.left_out]  # names may have any character
+    address = {"namespace": settings.namespace, "http-host": host, "http-port": settings.http_port}
+    converted = convert(read_text(Path(source)), source, environ(), address)
+    # Checked beside its file: relative paths in commands are relative to it.
+    graph = _checked(converted.text, str(path))
+    # In one line each, as comments of the file: names may have any character.
+    left_out = [" ".join(line.split()) for line in converted.left_out]
     comments = "".join(f"# left out: {line}\n" for line in left_out)
-    text = f"# from {Path(source).name}\n{comments}{made.text}"
-    _replace(path, text, 0o600 if made.has_secrets else 0o666)
-    if made.has_secrets:
+    text = f"# from {Path(source).name}\n{comments}{converted.text}"
+    _replace(path, text, 0o600 if converted.has_secrets else 0o666)
+    if converted.has_secrets:
         path.chmod(0o600)  # a file that was there keeps its mode
         print(f"{path} has keys or values of your environment: its mode is 0600")
     for line in left_out:
         print(f"left out: {line}")
-    print(_steps(path, [f"wrote {path}: {counted(len(parsed.services) - 2, 'model')}"]))
+    print(_steps(path, [f"wrote {path}: {counted(len(graph.services) - 2, 'model')}"]))
 
 
 def _replace(path: Path, text: str, mode: int = 0o666) -> None:
-    whole = path.resolve()
+    # The file behind a link: the link stays.
+    file = path.resolve()
     try:
-        write_atomic(whole, text.encode(), durable=whole.exists(), mode=mode)
+        write_atomic(file, text.encode(), durable=file.exists(), mode=mode)
     except OSError as error:
         raise DynamoError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _may_replace(path: Path, yes: bool) -> bool:
+    # --yes asks nothing, and a file is never replaced unasked.
     if yes:
         return False
     try:
@@ -248,25 +250,18 @@ def _may_replace(path: Path, yes: bool) -> bool:
         return False
 
 
-def _host(given: str, access: str) -> str:
+def _host(host: str, access: str) -> str:
     if access == "local":
         return "127.0.0.1"
-    return "0.0.0.0" if given in ("127.0.0.1", "localhost") else given
+    return "0.0.0.0" if host in ("127.0.0.1", "localhost") else host
 
 
-def _check(graph: NewGraph) -> None:
-    """Check the graph as `dynamo serve --dry-run` does; the key file does not exist yet."""
-    text = replace(graph, api_key_file=None).text()
-    parsed = parse_graph(text, "the new graph")
-    runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
-    prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
-
-
-def _new_key(path: Path) -> str:
-    """Add an operator's key to the file; "" if it has keys already."""
-    if path.exists():
-        return ""
-    return add_key(str(path), _KEY_NAME, "operator")
+def _checked(text: str, source: str) -> Graph:
+    """Return the graph, checked as `dynamo serve --dry-run` does. Raises ConfigError."""
+    graph = parse_graph(text, source)
+    runtime = from_env(RuntimeSettings, namespace=graph.namespace)
+    prepare(graph, from_env(ServeSettings, dry_run=True), runtime)
+    return graph
 
 
 def _next_steps(graph: NewGraph, path: Path, key: str) -> str:

@@ -85,9 +85,11 @@ class SystemdUnit:
         rows.append(("WorkingDirectory", _escaped(self.directory)))
         rows += [("Environment", _word(f"{key}={value}")) for key, value in self.env.items()]
         rows.append(("# HF_TOKEN and other secrets, mode 0600:", ""))
+        # "-": it may be missing. %E is /etc, and ~/.config in a unit of the user's manager.
         rows.append(("EnvironmentFile", f"-%E/dynamo/{self.name}.env"))
         if self.gpu_setup and self.user:
             rows.append(("# NoNewPrivileges keeps CUDA from making the device files itself.", ""))
+            # "+" runs it as root whatever User says, "-" starts the service even if it fails.
             rows.append(("ExecStartPre", f"-+{_command(self.gpu_setup)}"))
         return [
             *rows,
@@ -124,6 +126,7 @@ class SystemdUnit:
 
 
 def _command(words: Sequence[str]) -> str:
+    # Commands are the only settings in which systemd replaces variables.
     return " ".join(_word(word.replace("$", "$$")) for word in words)
 
 
@@ -218,7 +221,7 @@ def _check_access(unit: SystemdUnit) -> None:
         return
     account = pwd.getpwnam(str(unit.user))
     programs = [Path(unit.command[0]), Path(sys.executable).resolve()]
-    entered = [path for one in [*programs, Path(unit.graph)] for path in reversed(one.parents)]
+    entered = [path for file in [*programs, Path(unit.graph)] for path in reversed(file.parents)]
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", _ENTER, "sh", unit.graph, *map(str, [*entered, *programs])],
@@ -254,14 +257,14 @@ def _stop_s(specs: Sequence[WatcherSpec]) -> float:
 
 def _env(name: str, has_home: bool) -> dict[str, str]:
     """Return the variables: a PATH with engines and compilers, state, and the cache of models."""
-    given = environ()
-    places = [str(Path(sys.executable).parent), *given.get("PATH", "").split(os.pathsep)]
-    path = dict.fromkeys(one for one in places if one.startswith("/") and Path(one).is_dir())
-    env = {"PATH": os.pathsep.join(path)}
+    variables = environ()
+    directories = [str(Path(sys.executable).parent), *variables.get("PATH", "").split(os.pathsep)]
+    directories = [path for path in directories if path.startswith("/") and Path(path).is_dir()]
+    env = {"PATH": os.pathsep.join(dict.fromkeys(directories))}
     if not has_home:
         state = f"/var/lib/{name}"
         env |= {"DYN_LOCAL_STATE_DIR": state, "HF_HOME": f"{state}/huggingface"}
-    return env | {key: given[key] for key in _PASSED_ON if given.get(key)}
+    return env | {key: variables[key] for key in _PASSED_ON if variables.get(key)}
 
 
 def _directory(settings: InstallServiceSettings) -> Path:

@@ -67,7 +67,8 @@ def _running_file(namespace: str | None) -> str:
     """Return the key file of the running deployment. Raises ConfigError."""
     document = running_deployment(chosen_runtime(namespace))
     frontends = [] if document is None else list(frontends_in(document))
-    files = sorted({one.listens.api_key_file for one in frontends if one.runs} - {""})
+    paths = {frontend.listens.api_key_file for frontend in frontends if frontend.runs}
+    files = sorted(paths - {""})
     if len(files) == 1:
         return files[0]
     if files:
@@ -104,7 +105,8 @@ def remove_key(path: str, name: str) -> None:
 
 def add_key(path: str, name: str, role: str, grants: str = "") -> str:
     """Add a new key to the file at ``path``, made if need be; return it. Raises ConfigError."""
-    if os.path.lexists(path) and any(one.name == name for one in read_keys(path).values()):
+    # lexists: a broken link is an error, and no place for a new file.
+    if os.path.lexists(path) and any(key.name == name for key in read_keys(path).values()):
         raise ConfigError(
             f"{path} has a key of the name {name}; choose another name, or remove it first"
         )

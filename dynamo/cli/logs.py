@@ -86,12 +86,12 @@ def events(argv: Sequence[str] | None = None) -> int:
     chosen = EventFilter(namespace, since_s, settings.model, settings.name)
     reader = EventReader(state_path(runtime) / namespace)
     try:
-        found = [one for one in reader.all() if chosen.takes(one)]
-        for event in found:
+        past = [event for event in reader.all() if chosen.takes(event)]
+        for event in past:
             _print_event(event, settings.json)
         if settings.follow:
             asyncio.run(_follow_events(reader, chosen, settings.json))
-        elif not found:
+        elif not past:
             text = f"dynamo events: none in namespace {namespace!r} since {settings.since}"
             print(text, file=sys.stderr)
     finally:
@@ -117,6 +117,7 @@ def _line(event: BoxEvent) -> str:
     kind = f"{event.kind:<{_KIND_WIDTH}}"
     text = printable(event.text) + (f" (by {printable(event.by)})" if event.by else "")
     padded = name + " " * max(0, _NAME_WIDTH - cell_len(name))
+    # 6: the three gaps between the columns, of two cells each.
     indent = sum(map(cell_len, (when, kind, padded))) + 6
     room = shutil.get_terminal_size().columns - indent
     if sys.stdout.isatty() and room >= _LEAST_TEXT:

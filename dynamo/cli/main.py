@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `… | head`: the reader closed the pipe
+        # The interpreter flushes stdout once more at its exit, and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DynamoError, OSError) as error:
@@ -122,9 +123,9 @@ def rival_distribution() -> str | None:
         except OSError:
             continue
         for name in names:
-            found = name.partition("-")[0].lower().replace("_", "-")
-            if found in _RIVALS and name.endswith((".dist-info", ".egg-info")):
-                return found
+            distribution = name.partition("-")[0].lower().replace("_", "-")
+            if distribution in _RIVALS and name.endswith((".dist-info", ".egg-info")):
+                return distribution
     return None
 
 
@@ -159,6 +160,7 @@ def _run(verb: str, words: list[str]) -> int:
 def _interruptible() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt in the block, which cleans up; see ``dynamo.__main__``."""
     before = signal.getsignal(signal.SIGINT)
+    # Ignored with nohup or &, the signal stays ignored.
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

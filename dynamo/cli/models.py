@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _services(runtime: RuntimeSettings, model: str) -> list[str]:
     """Return the services of ``model``. Raises InvalidArgument that lists the models."""
     async with open_access(runtime, ActionLimits()) as access:
-        found = find_model(access.document(), model, access.model, access.adapters)
-        return [one.name for one in found]
+        services = find_model(access.document(), model, access.model, access.adapters)
+        return [service.name for service in services]
 
 
 def add(
@@ -123,19 +123,15 @@ def _show(
     reply: Mapping[str, Any], services: Mapping[str, NewGraph], namespace: str, dry_run: bool
 ) -> None:
     for name, graph in services.items():
-        print(f"{name}:\n{_indented(graph.worker())}")
+        print("\n  ".join((f"{name}:", *graph.worker().splitlines())))
     for line in reply["warnings"]:
         print(f"dynamo run: warning: {line}", file=sys.stderr)
     done = "would be added to the deployment" if dry_run else "added to the running deployment"
     print(f"dynamo run: {done} in namespace {namespace!r} ({reply['file']})", file=sys.stderr)
 
 
-def _indented(keys: str) -> str:
-    return "\n".join(f"  {line}" for line in keys.splitlines())
-
-
 def _check_new(graphs: Sequence[NewGraph], box: BoxStatus) -> None:
-    """Raise ConfigError if a model of this name is there, or it would listen elsewhere."""
+    """Raise ConfigError if a model of this name is there."""
     served = {worker.model: worker.service for worker in box.workers}
     for graph in graphs:
         name = graph.served_name
@@ -150,17 +146,18 @@ def _check_new(graphs: Sequence[NewGraph], box: BoxStatus) -> None:
 
 def _follow(collector: BoxCollector, document: Document, models: Mapping[str, str]) -> str:
     """Wait until frontends list the models of these services; return "" or why they will not."""
-    shown = dict.fromkeys(models, "")
+    printed = dict.fromkeys(models, "")
     while True:
         box = collector.collect()
         for service, model in models.items():
-            workers = [one for one in box.workers if one.service == service]
+            workers = [worker for worker in box.workers if worker.service == service]
             if problem := _problem(workers, model):
                 return problem
             text = _progress(workers)
-            if text not in (shown[service], "ready"):
-                shown[service] = text
+            if text not in (printed[service], "ready"):
+                printed[service] = text
                 print(f"dynamo run: {model}: {text}", file=sys.stderr, flush=True)
+        # Ready workers are not enough: a frontend lists a model once it has loaded its tokenizer.
         if asyncio.run(_are_listed(document, models.values())):
             return ""
         time.sleep(_POLL_S)
@@ -170,7 +167,7 @@ def _problem(workers: Sequence[WorkerStatus], model: str) -> str:
     """Return why a model is not going to be served; "" while it may be."""
     if not workers:
         return f"{model} was removed, or the deployment ended, before it was served"
-    failed = next((one for one in workers if _has_failed(one)), None)
+    failed = next((worker for worker in workers if _has_failed(worker)), None)
     if failed is None:
         return ""
     remedy = f"; try: {failed.remedy}" if failed.remedy else ""
@@ -185,7 +182,7 @@ def _has_failed(worker: WorkerStatus) -> bool:
 
 def _progress(workers: Sequence[WorkerStatus]) -> str:
     """Return what the first worker that is not ready does, in tenths."""
-    waiting = next((one for one in workers if one.state != "ready"), workers[0])
+    waiting = next((worker for worker in workers if worker.state != "ready"), workers[0])
     if waiting.progress is None:
         return waiting.state
     return f"{waiting.state} {int(waiting.progress * 10) * 10} %"
@@ -193,10 +190,10 @@ def _progress(workers: Sequence[WorkerStatus]) -> str:
 
 async def _are_listed(document: Document, models: Collection[str]) -> bool:
     """Whether each frontend serves all ``models``."""
-    addresses = [address for one in frontends_in(document) if (address := one.listens.address)]
-    for address in addresses:
-        found = await probe(address)
-        if found is None or not set(found.models).issuperset(models):
+    addresses = (frontend.listens.address for frontend in frontends_in(document))
+    for address in filter(None, addresses):
+        readiness = await probe(address)
+        if readiness is None or not set(readiness.models).issuperset(models):
             return False
     return True
 

@@ -98,14 +98,14 @@ def _run(
     name: str,
 ) -> int:
     """Run an action on ``name``, print what it reports."""
-    # Of its warnings: those of the connections to engines are no news for an operator.
+    # Of the warnings only those of operations: of connections to engines an operator needs none.
     notes = logging.StreamHandler()
     notes.setFormatter(logging.Formatter(f"dynamo {action}: %(message)s"))
     notes.addFilter(logging.Filter(operations.__name__))
     logging.getLogger().addHandler(notes)
     runtime = chosen_runtime(deployment.namespace)
-    found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
-    asyncio.run(print_steps(found))
+    actions = BoxActions(runtime)
+    asyncio.run(print_steps(recorded(runtime, action, name, actor(), steps(actions))))
     return 0
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from dynamo.cli.lab import lab_verb
+from dynamo.cli.operate import pause_planner, resume_planner
 from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings, SetSettings
@@ -24,10 +25,8 @@ from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.events import BoxEventLog, actor
 from dynamo.status.deployment import chosen_runtime
 
-_DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
-_SET_DESCRIPTION = (
-    """Change the targets and limits of a running planner until the deployment ends."""
-)
+_DESCRIPTION = "Show the last decisions of the planner, and what it would decide now."
+_SET_DESCRIPTION = "Change the targets and limits of a running planner until the deployment ends."
 _DIGITS = 64
 """More than any number that is taken; int() refuses more than 4,300."""
 
@@ -35,15 +34,8 @@ _DIGITS = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["explain"]:
-        return _explain(words[1:])
-    if words[:1] == ["set"]:
-        return _set(words[1:])
-    if words[:1] and words[0] in ("pause", "resume"):
-        from dynamo.cli import operate
-
-        run_verb = operate.pause_planner if words[0] == "pause" else operate.resume_planner
-        return run_verb(words[1:])
+    if words and words[0] in _VERBS:
+        return _VERBS[words[0]](words[1:])
     if words[:1] == ["replay"]:
         return int(lab_verb("planner_replay").main(words[1:]))
     from dynamo.planner.__main__ import main as run  # tensorboardX takes a second to import
@@ -64,6 +56,7 @@ def _set(words: Sequence[str]) -> int:
     )
     runtime = chosen_runtime(deployment.namespace)
     state = asyncio.run(BoxActions(runtime).change_planner(change))
+    # Without an option the settings are only shown.
     if change != PlannerChange():
         events = BoxEventLog(state_path(runtime) / runtime.namespace)
         events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
@@ -71,10 +64,10 @@ def _set(words: Sequence[str]) -> int:
     return 0
 
 
-def _minima(given: Sequence[str]) -> dict[str, int | None]:
+def _minima(texts: Sequence[str]) -> dict[str, int | None]:
     """Return the minima of ``SERVICE=N``. Raises InvalidArgument."""
     minima: dict[str, int | None] = {}
-    for text in given:
+    for text in texts:
         service, _, count = text.partition("=")
         number = count.isascii() and count.isdigit() and len(count) <= _DIGITS
         if not service or not (count == "graph" or number):
@@ -99,20 +92,31 @@ def _explain(words: Sequence[str]) -> int:
     runtime = chosen_runtime(deployment.namespace)
     decisions = DecisionLog(state_path(runtime) / runtime.namespace / DECISIONS_FILE).read()
     models = asyncio.run(_ask(runtime, settings.timeout_s))
-    shown = decisions[-settings.number :] if settings.number else []
-    found = ExplainReport(
+    last = decisions[-settings.number :] if settings.number else []
+    report = ExplainReport(
         namespace=runtime.namespace,
         running=models is not None,
         models=tuple(models or ()),
-        decisions=tuple(shown),
+        decisions=tuple(last),
     )
-    print(msgspec.json.encode(found).decode() if settings.json else report_text(found))
-    return 0 if found.running else 1
+    print(msgspec.json.encode(report).decode() if settings.json else report_text(report))
+    return 0 if report.running else 1
 
 
 async def _ask(settings: RuntimeSettings, timeout_s: float) -> list[ModelReport] | None:
     """Return what the running planner would decide; None if there is none."""
-    found = await call_planner(settings, EXPLAIN[1], {}, timeout_s)
-    if found is None and isinstance(error := no_planner(settings), Unavailable):
-        raise error  # there is one, which does not answer
-    return None if found is None else msgspec.convert(found, list[ModelReport])
+    reports = await call_planner(settings, EXPLAIN[1], {}, timeout_s)
+    if reports is not None:
+        return msgspec.convert(reports, list[ModelReport])
+    # Unavailable: the graph has a planner, which does not answer.
+    if isinstance(error := no_planner(settings), Unavailable):
+        raise error
+    return None
+
+
+_VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "explain": _explain,
+    "set": _set,
+    "pause": pause_planner,
+    "resume": resume_planner,
+}

@@ -69,42 +69,43 @@ def _ask(path: str, api_key: str | None) -> bytes:
 
 def _show(answer: bytes, as_json: bool) -> int:
     """Print the status; return the exit status."""
-    found = json.loads(answer)
+    status = json.loads(answer)
     # Not shutil.get_terminal_size: the import takes some of the 60 ms.
     width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
-    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found, width)))
-    return 1 if _has_failed(found) else 0
+    print(json.dumps(status, indent=2) if as_json else "\n".join(_lines(status, width)))
+    return 1 if _has_failed(status) else 0
 
 
-def _has_failed(found: Status) -> bool:
+def _has_failed(status: Status) -> bool:
     """Whether a part of the deployment failed, or there is none."""
-    processes = (*found.get("workers", ()), *found.get("others", ()))
-    if found.get("hung"):
+    if status.get("hung") or status["state"] != "running":
         return True
-    return found["state"] != "running" or any(one["state"] == "failed" for one in processes)
+    processes = (*status.get("workers", ()), *status.get("others", ()))
+    return any(process["state"] == "failed" for process in processes)
 
 
-def _lines(found: Status, width: int = 0) -> Iterator[str]:
+def _lines(status: Status, width: int = 0) -> Iterator[str]:
     """Yield the lines; with ``width`` for a terminal, which breaks longer ones."""
-    problems = found.get("problems", ())
-    if found["state"] != "running":
+    problems = status.get("problems", ())
+    if status["state"] != "running":
         if not problems:
-            yield not_running(found["namespace"])
+            yield not_running(status["namespace"])
         yield from problems
         return
-    models = found.get("models", ())
-    others = [one for one in found.get("workers", ()) if not one.get("model")]
+    models = status.get("models", ())
+    others = [worker for worker in status.get("workers", ()) if not worker.get("model")]
     rows = [_COLUMNS, *map(_model_row, models), *map(_other_row, others)]
-    shown = _fitting(rows, width)
-    last = max(cell_len(row[-1]) for row in shown)
-    yield from aligned(shown, max(1, width - last) if width else 0)
-    where = f" at {found['url']}" if found.get("url") else ""
-    yield f"frontend: {found['frontend']}{where}"
-    for one in (*models, *others, *found.get("others", ())):
-        if one.get("cause") and one["state"] not in ("ready", "failed"):
-            remedy = f"; try: {one['remedy']}" if one.get("remedy") else ""
-            state = "" if one["state"] == "zero" else f" is {one['state']}"
-            yield f"{one.get('model') or one['name']}{state}: {one['cause']}{remedy}"
+    table = _fitting(rows, width)
+    # aligned() counts and cuts all columns but the last one.
+    last = max(cell_len(row[-1]) for row in table)
+    yield from aligned(table, max(1, width - last) if width else 0)
+    where = f" at {status['url']}" if status.get("url") else ""
+    yield f"frontend: {status['frontend']}{where}"
+    for part in (*models, *others, *status.get("others", ())):
+        if part.get("cause") and part["state"] not in ("ready", "failed"):
+            remedy = f"; try: {part['remedy']}" if part.get("remedy") else ""
+            state = "" if part["state"] == "zero" else f" is {part['state']}"
+            yield f"{part.get('model') or part['name']}{state}: {part['cause']}{remedy}"
     yield from problems
 
 
@@ -113,13 +114,13 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str
     if not width or max(map(cell_len, aligned(rows))) <= width:
         return rows
     columns = list(zip(*rows, strict=True))
-    kept = [one for one in columns if any(cell != "-" for cell in one[1:])]
+    kept = [column for column in columns if any(cell != "-" for cell in column[1:])]
     return list(zip(*kept, strict=True))
 
 
 def _model_row(model: Status) -> tuple[str, ...]:
     figures: Status = model.get("figures") or {}
-    known, rate = bool(figures), figures.get("hit_rate")
+    has_figures, rate = bool(figures), figures.get("hit_rate")
     vram, progress, idle_s = (model.get(key) for key in ("vram_bytes", "progress", "idle_until_s"))
     return (
         model["model"],
@@ -127,9 +128,9 @@ def _model_row(model: Status) -> tuple[str, ...]:
         f"{model.get('ready', 0)}/{model.get('wanted', 0)}",
         ",".join(model.get("gpus", ())) or "-",
         "-" if vram is None else f"{vram / 2**30:.1f} GiB",
-        f"{figures.get('output_tokens_per_s', 0):.0f}" if known else "-",
-        str(figures.get("in_flight", 0)) if known else "-",
-        str(figures.get("queued", 0)) if known else "-",
+        f"{figures.get('output_tokens_per_s', 0):.0f}" if has_figures else "-",
+        str(figures.get("in_flight", 0)) if has_figures else "-",
+        str(figures.get("queued", 0)) if has_figures else "-",
         "-" if rate is None else f"{rate:.0%}",
         "-" if idle_s is None else f"{idle_s:.0f} s",
     )

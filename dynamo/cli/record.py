@@ -131,11 +131,9 @@ def _report(settings: RecordSettings, client: RecordClient, file: RecordFile) ->
         if totals.running:
             parts.append(f"still running and left out: {totals.running:,}")
         if totals.lost:
-            why = (
-                "they are too large or came too fast"
-                if settings.content
-                else ("this machine reads too slowly")
-            )
+            why = "this machine reads too slowly"
+            if settings.content:
+                why = "they are too large or came too fast"
             parts.append(f"{counted(totals.lost, 'was', 'were')} lost because {why}")
         Console(highlight=False, soft_wrap=True).print("; ".join(parts), markup=False)
     if failure is not None:

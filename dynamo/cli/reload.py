@@ -26,8 +26,8 @@ Exit status: 0 reloaded, 1 a new process failed, or no deployment runs, 2 the gr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
-    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], rest, epilog=EPILOG)
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], words, epilog=EPILOG)
     runtime = from_env(RuntimeSettings) if settings.graph else chosen_runtime(settings.namespace)
     namespace = settings.namespace or runtime.namespace
     request: dict[str, Any] = {"overrides": [override.text for override in overrides]}

@@ -36,6 +36,8 @@ _DELTAS = (
     "response.function_call_arguments.delta",
     "response.custom_tool_call_input.delta",
 )
+_Position = tuple[int, int]
+"""The number of a choice, and that of a part of it."""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if body is None:
             print(f"{record.request_id}: left out, its body is no JSON object", file=sys.stderr)
             continue
-        found = _send(target, record, body, client.timeout_s)
+        replayed = _send(target, record, body, client.timeout_s)
         sent += 1
-        failed += found.status != 200 or found.error != ""
+        failed += replayed.status != 200 or replayed.error != ""
         if settings.json:
-            print(msgspec.json.encode(found).decode(), flush=True)
+            print(msgspec.json.encode(replayed).decode(), flush=True)
         else:
-            print("\n".join(_lines(found)), flush=True)
+            print("\n".join(_lines(replayed)), flush=True)
     if not sent:
         raise ConfigError(f"{settings.file} has no such request to send")
     if not settings.json:
@@ -86,10 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_model(body: str, model: str | None) -> bytes | None:
     """Return the body of a request for ``model``, None if it is no JSON object."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
+    fields = _decoded(body)
     if not isinstance(fields, dict):
         return None
     return msgspec.json.encode(fields if model is None else {**fields, "model": model})
@@ -107,23 +106,18 @@ def read_answer(response: str) -> ReplayedAnswer:
 
     The texts of its choices and its tool calls are separated by bars.
     """
-    texts: dict[_Place, list[str]] = {}
-    for found in _objects(list(_parts(response))):
-        failed = found.get("response") if found.get("type") == "response.failed" else found
-        if isinstance(failed, dict) and (failed.get("error") or found.get("type") == "error"):
+    texts: dict[_Position, list[str]] = {}
+    for chunk in _objects(list(_parts(response))):
+        failed = chunk.get("response") if chunk.get("type") == "response.failed" else chunk
+        if isinstance(failed, dict) and (failed.get("error") or chunk.get("type") == "error"):
             return ReplayedAnswer(_joined(texts), error_message(msgspec.json.encode(failed)))
-        for place, text in _texts(found):
-            texts.setdefault(place, []).append(text)
+        for position, text in _texts(chunk):
+            texts.setdefault(position, []).append(text)
     return ReplayedAnswer(_joined(texts))
 
 
-_Place = tuple[int, int]
-"""The number of a choice, and that of a part of it."""
-
-
-def _joined(texts: Mapping[_Place, Sequence[str]]) -> str:
-    found = ("".join(texts[place]) for place in sorted(texts))
-    return " | ".join(text for text in found if text)
+def _joined(texts: Mapping[_Position, Sequence[str]]) -> str:
+    return " | ".join(filter(None, ("".join(texts[position]) for position in sorted(texts))))
 
 
 def _parts(response: str) -> Iterator[Any]:
@@ -137,56 +131,62 @@ def _parts(response: str) -> Iterator[Any]:
 
 
 def _decoded(text: str) -> Any:
+    """Return the JSON value, None if it is none."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 
-def _texts(found: dict[str, Any]) -> Iterator[tuple[_Place, str]]:
+def _texts(chunk: dict[str, Any]) -> Iterator[tuple[_Position, str]]:
     """Yield the texts of a chunk or an answer: chat, completions, messages, responses."""
-    kind = str(found.get("type"))
+    kind = str(chunk.get("type"))
     if kind in _DELTAS:
-        yield (0, _number(found, "output_index")), _text(found.get("delta"))
+        yield (0, _number(chunk, "output_index")), _text(chunk.get("delta"))
     elif kind == "response.output_item.added":
-        yield (0, _number(found, "output_index")), _call(found.get("item"))
-    if kind.startswith("response."):  # what has come in deltas already
+        yield (0, _number(chunk, "output_index")), _call(chunk.get("item"))
+    # The other events of the Responses API repeat what its deltas had.
+    if kind.startswith("response."):
         return
-    for choice in _objects(found.get("choices")):
+    for choice in _objects(chunk.get("choices")):
         number = _number(choice, "index")
         message = choice.get("delta") or choice.get("message") or choice
         if isinstance(message, dict):
             yield (number, 0), _text(message.get("content")) or _text(message.get("text"))
-            for place, call in enumerate(_objects(message.get("tool_calls")), 1):
-                yield (number, _number(call, "index", place - 1) + 1), _call(call.get("function"))
-    block = 0, _number(found, "index")
-    yield block, _call(found.get("content_block"))
-    for delta in _objects([found.get("delta")]):
+            for index, call in enumerate(_objects(message.get("tool_calls"))):
+                # 1 more than its index: part 0 is the text.
+                yield (number, _number(call, "index", index) + 1), _call(call.get("function"))
+    # An event of the Messages API, which numbers its blocks.
+    block = 0, _number(chunk, "index")
+    yield block, _call(chunk.get("content_block"))
+    for delta in _objects([chunk.get("delta")]):
         yield block, _text(delta.get("text")) or _text(delta.get("partial_json"))
-    for place, item in enumerate((*_objects(found.get("output")), *_objects(found.get("content")))):
-        yield (0, place), _text(item.get("text")) or _call(item)
+    # A complete answer: ``output`` of the Responses API, ``content`` of the Messages API.
+    items = (*_objects(chunk.get("output")), *_objects(chunk.get("content")))
+    for index, item in enumerate(items):
+        yield (0, index), _text(item.get("text")) or _call(item)
         for part in _objects(item.get("content")):
-            yield (0, place), _text(part.get("text"))
+            yield (0, index), _text(part.get("text"))
 
 
 def _call(value: Any) -> str:
     """Return the name of a tool call and its arguments, as far as they are there."""
     if not isinstance(value, dict):
         return ""
-    given = value.get("arguments") or value.get("input") or ""
+    arguments = value.get("arguments") or value.get("input") or ""
     name = _text(value.get("name"))
-    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return f"{name} {text}" if name else text
 
 
 def _number(value: dict[str, Any], key: str, default: int = 0) -> int:
-    found = value.get(key)
-    return found if isinstance(found, int) else default
+    number = value.get(key)
+    return number if isinstance(number, int) else default
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
     """Return the objects in a list; servers of others may send anything."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
@@ -218,15 +218,15 @@ def _send(target: Target, record: RecordedContent, body: bytes, timeout_s: float
     )
 
 
-def _lines(found: Replayed) -> Iterator[str]:
-    yield f"{found.request_id}  {found.path}"
+def _lines(replayed: Replayed) -> Iterator[str]:
+    yield f"{replayed.request_id}  {replayed.path}"
     rows = (
-        (found.recorded_model, found.recorded_outcome, found.recorded_duration_s),
-        (found.model, "failed" if found.error else str(found.status), found.duration_s),
+        (replayed.recorded_model, replayed.recorded_outcome, replayed.recorded_duration_s),
+        (replayed.model, "failed" if replayed.error else str(replayed.status), replayed.duration_s),
     )
     width = max(len(model) for model, *_ in rows)
     for (model, outcome, duration_s), text in zip(
-        rows, (found.recorded_answer, found.error or found.answer), strict=True
+        rows, (replayed.recorded_answer, replayed.error or replayed.answer), strict=True
     ):
-        shown = cut(printable(text), _SHOWN, "…")
-        yield f"  {model:<{width}}  {outcome:<6} {duration_s:8.2f} s  {shown}"
+        answer = cut(printable(text), _SHOWN, "…")
+        yield f"  {model:<{width}}  {outcome:<6} {duration_s:8.2f} s  {answer}"

@@ -35,29 +35,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [RouteSettings, FrontendClientSettings]
     settings, frontend = load("dynamo route", DESCRIPTION, groups, argv, epilog=EPILOG)
     body = _body(settings, frontend)
-    found = ask(frontend, "/v1/route", Explanation, json.dumps(body).encode())
+    decision = ask(frontend, "/v1/route", Explanation, json.dumps(body).encode())
     if settings.json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(decision).decode())
     else:
         show = table if settings.explain else _choice
-        print(show(found, known_names(frontend)))
-    return 1 if found.error else 0
+        print(show(decision, known_names(frontend)))
+    return 1 if decision.error else 0
 
 
-def _choice(found: Explanation, names: Names) -> str:
-    if found.prefill is None:
-        return _chosen(found, names)
-    return f"prefill: {_chosen(found.prefill, names)}\ndecode: {_chosen(found, names)}"
+def _choice(decision: Explanation, names: Names) -> str:
+    if decision.prefill is None:
+        return _chosen(decision, names)
+    return f"prefill: {_chosen(decision.prefill, names)}\ndecode: {_chosen(decision, names)}"
 
 
-def _chosen(found: Explanation, names: Names) -> str:
-    for row in found.candidates:
+def _chosen(decision: Explanation, names: Names) -> str:
+    for row in decision.candidates:
         if row.chosen:
             return (
                 f"worker {name_of(f'{row.worker_id:x}', names)} dp_rank {row.dp_rank}: holds "
-                f"{row.overlap_blocks} of {found.prompt_blocks} blocks, cost {row.cost:.3f}"
+                f"{row.overlap_blocks} of {decision.prompt_blocks} blocks, cost {row.cost:.3f}"
             )
-    return f"no worker: {found.error or 'none has a free slot'}"
+    return f"no worker: {decision.error or 'none has a free slot'}"
 
 
 def _body(settings: RouteSettings, frontend: FrontendClientSettings) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def _body(settings: RouteSettings, frontend: FrontendClientSettings) -> dict[str
         body = json.loads(text)
     except (ValueError, RecursionError):
         body = None
+    # JSON that is no body of a request is a prompt like any other text.
     if not isinstance(body, dict) or not ({"messages", "prompt"} & set(body)):
         body = {"prompt": text}
     if settings.model is not None or "model" not in body:
@@ -95,14 +96,14 @@ def _first_model(frontend: FrontendClientSettings) -> str:
     return rows[0].id
 
 
-def table(found: Explanation, names: Names | None = None) -> str:
+def table(decision: Explanation, names: Names | None = None) -> str:
     """Return the rows as text; columns of ranks and lower tiers only where they differ from 0.
 
     With prefill workers, their rows precede those of the decode workers.
     """
-    lines = _lines(found, names or {})
-    if found.prefill is not None:
-        prefill = _lines(found.prefill, names or {})
+    lines = _lines(decision, names or {})
+    if decision.prefill is not None:
+        prefill = _lines(decision.prefill, names or {})
         lines = ["prefill workers", *prefill, "decode workers", *lines]
     return "\n".join(lines)
 
@@ -125,30 +126,30 @@ def marked(
         yield (text if is_redundant else f"{text}  {note}").rstrip()
 
 
-def _lines(found: Explanation, names: Names) -> list[str]:
-    shown = [
+def _lines(decision: Explanation, names: Names) -> list[str]:
+    columns = [
         column
-        for column in _columns(found)
-        if column.always or any(map(column.of, found.candidates))
+        for column in _columns(decision)
+        if column.always or any(map(column.of, decision.candidates))
     ]
     rows = [
-        (name_of(f"{row.worker_id:x}", names), *(column.text(row) for column in shown))
-        for row in found.candidates
+        (name_of(f"{row.worker_id:x}", names), *(column.text(row) for column in columns))
+        for row in decision.candidates
     ]
-    titles, *cells = figures([("worker", *(column.title for column in shown)), *rows])
+    titles, *cells = figures([("worker", *(column.title for column in columns)), *rows])
     lines = [
-        f"prompt: {counted(found.isl_tokens, 'token')}, "
-        f"{counted(found.prompt_blocks, 'full block')} of "
-        f"{found.block_size}; {_formula(found)}",
+        f"prompt: {counted(decision.isl_tokens, 'token')}, "
+        f"{counted(decision.prompt_blocks, 'full block')} of "
+        f"{decision.block_size}; {_formula(decision)}",
         f"   {titles}  note",
     ]
-    lines += marked(found.candidates, cells)
-    if found.queued_requests:
-        lines.append(f"{counted(found.queued_requests, 'request is', 'requests are')} queued")
-    if found.stays:
-        lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
-    if found.error:
-        lines.append(f"no worker: {found.error}")
+    lines += marked(decision.candidates, cells)
+    if decision.queued_requests:
+        lines.append(f"{counted(decision.queued_requests, 'request is', 'requests are')} queued")
+    if decision.stays:
+        lines.append(f"no prefill worker: {_STAYS.get(decision.stays, decision.stays)}")
+    if decision.error:
+        lines.append(f"no worker: {decision.error}")
     return lines
 
 
@@ -189,28 +190,26 @@ _COLUMNS = (
     _Column("decode", attrgetter("decode_blocks")),
     _Column("cost", attrgetter("cost"), ".3f"),
 )
-
-
 _IN_BLOCKS = {"credit", "prefill", "decode", "cost"}
 
 
-def _columns(found: Explanation) -> tuple[_Column, ...]:
-    if found.router_cost != "seconds":
+def _columns(decision: Explanation) -> tuple[_Column, ...]:
+    if decision.router_cost != "seconds":
         return _COLUMNS
     facts = tuple(column for column in _COLUMNS if column.title not in _IN_BLOCKS)
     cost = _Column("cost ms", lambda row: None if row.cost is None else row.cost * 1e3, ".1f")
     return (*facts, *_SECONDS, cost)
 
 
-def _formula(found: Explanation) -> str:
-    if found.router_cost == "seconds":
+def _formula(decision: Explanation) -> str:
+    if decision.router_cost == "seconds":
         return "cost = wait + compute + what it costs others + what it costs running requests"
-    text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
-    if found.decode_active_request_weight:
-        text += f" + {found.decode_active_request_weight:g} * requests"
-    if found.duplicate_cost:
+    text = f"cost = {decision.prefill_load_scale:g} * prefill blocks + decode blocks"
+    if decision.decode_active_request_weight:
+        text += f" + {decision.decode_active_request_weight:g} * requests"
+    if decision.duplicate_cost:
         text += (
-            f"; a block that another worker has cached counts as {found.duplicate_cost:g} more, "
+            f"; a block that another worker has cached counts as {decision.duplicate_cost:g} more, "
+            "times the cached share"
         )
-        text += "times the cached share"
     return text

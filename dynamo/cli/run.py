@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     own, flags = words[:cut], tuple(words[cut + 1 :])
-    rest, overrides = split_overrides(own)
+    options, overrides = split_overrides(own)
     (settings,) = load(
-        "dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG, unknown_hint=_ELSEWHERE
+        "dynamo run", DESCRIPTION, [RunSettings], options, epilog=EPILOG, unknown_hint=_ELSEWHERE
     )
     graphs = _graphs(settings, flags)
     text = _text(_loaded_first(graphs))
@@ -103,8 +103,8 @@ def _check_times(settings: RunSettings, names: Sequence[str]) -> None:
         )
     if settings.keep and settings.idle_timeout is None:
         raise ConfigError("--keep needs --idle-timeout: without it every model stays loaded")
-    known = {*names, settings.model, *settings.others}
-    if unknown := [name for name in settings.keep if name not in known]:
+    models = {*names, settings.model, *settings.others}
+    if unknown := [name for name in settings.keep if name not in models]:
         raise ConfigError(f"--keep {unknown[0]}: no such model; give one of {', '.join(names)}")
 
 
@@ -186,7 +186,8 @@ def _check_beside(
             f"{overrides[0].text} would change namespace {document.namespace!r}, which is running: "
             f"leave it out, and change its graph with dynamo reload; or, {apart}"
         )
-    for address in filter(None, (one.listens.address for one in frontends_in(document))):
+    addresses = (frontend.listens.address for frontend in frontends_in(document))
+    for address in filter(None, addresses):
         for field, value in (("http_host", address.host), ("http_port", address.port)):
             if field in settings.given and getattr(settings, field) != value:
                 raise ConfigError(
@@ -198,19 +199,20 @@ def _check_beside(
 def _announce(graphs: Sequence[NewGraph]) -> None:
     first = graphs[0]
     host = f"[{first.host}]" if ":" in first.host else first.host
-    engines = {f"{one.engine.name} ({one.engine_url or one.engine.source})": None for one in graphs}
+    engines = [
+        f"{graph.engine.name} ({graph.engine_url or graph.engine.source})" for graph in graphs
+    ]
     names = ", ".join(graph.served_name for graph in graphs)
     print(
-        f"dynamo run: {', '.join(engines)} serves {names} at "
+        f"dynamo run: {', '.join(dict.fromkeys(engines))} serves {names} at "
         f"http://{host}:{first.port}/v1 as soon as it is ready; Ctrl-C ends it",
         file=sys.stderr,
     )
 
 
 def _serve_settings(text: str, settings: RunSettings) -> ServeSettings:
-    made = from_env(ServeSettings, quiet=settings.quiet)
     return replace(
-        made,
+        from_env(ServeSettings, quiet=settings.quiet),
         deployment_config=text,
         deployment_source=_SOURCE,
         port_flag="--port",

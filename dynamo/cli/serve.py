@@ -56,18 +56,16 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     try:
-        rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        (settings,), unknown = load_known(
-            "dynamo serve", DESCRIPTION, [ServeSettings], rest, EPILOG
-        )
+        words = sys.argv[1:] if argv is None else argv
+        own, overrides = split_overrides(words)
+        (settings,), unknown = load_known("dynamo serve", DESCRIPTION, [ServeSettings], own, EPILOG)
         if unknown:
             raise ConfigError(_unrecognized(unknown, settings, overrides))
         if settings.detach and not settings.dry_run:
-            words = sys.argv[1:] if argv is None else argv
             graph = parsed(graph_source(settings, overrides), settings.namespace)
             return detach("serve", words, graph.namespace)
         return start(settings, overrides)
-    except BrokenPipeError:
+    except BrokenPipeError:  # no failure: dynamo.cli.main ends without a message
         raise
     except (DynamoError, OSError) as error:
         print(f"dynamo serve: {_reason(error)}", file=sys.stderr)

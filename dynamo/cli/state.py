@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.cli.options import StateSettings
+from dynamo.cli.text_table import aligned
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
@@ -60,11 +61,7 @@ def _show(statefile: Statefile, runtime: RuntimeSettings, as_json: bool) -> str:
 
 def _text(report: StateReport) -> str:
     rows = [_COLUMNS, *(_row(component) for component in report.components)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows)
     used = sum(bool(holders) for holders in report.gpus.values())
     life = "running" if report.arbiter_alive else "dead; see: dynamo state repair --dry-run"
     life = "hung" if report.problem else life
@@ -101,12 +98,12 @@ def _repair(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> li
 
 async def _repair_running(runtime: RuntimeSettings, dry_run: bool) -> list[str]:
     async with open_access(runtime, ActionLimits()) as access:
-        found = await reconcile(access, dry_run)
+        repairs = await reconcile(access, dry_run)
         if not dry_run:
             async with open_engines(runtime) as engines:
-                found += await finish_interrupted(access, engines)
-                found += await check_sleepers(access, engines)
-        return found
+                repairs += await finish_interrupted(access, engines)
+                repairs += await check_sleepers(access, engines)
+        return repairs
 
 
 def _repair_dead(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> list[str]:
@@ -170,23 +167,18 @@ class StateReport:
             problem=hang_of(document) if runs_here(document.arbiter) else "",
             circus_endpoint=document.circus_endpoint,
             gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
-            components=component_statuses(document, registered),
+            components=tuple(_status(entry, registered) for entry in document.components.values()),
         )
-
-
-def component_statuses(
-    document: Document, registered: Mapping[int, RegisteredWorker]
-) -> tuple[ComponentStatus, ...]:
-    """Return the status of each component, in the order of the statefile."""
-    return tuple(_status(entry, registered) for entry in document.components.values())
 
 
 def _status(entry: Entry, registered: Mapping[int, RegisteredWorker]) -> ComponentStatus:
     alive = tuple(
-        one.pid for one in entry.processes if one.pid and same_process(one.pid, one.start_ticks)
+        process.pid
+        for process in entry.processes
+        if process.pid and same_process(process.pid, process.start_ticks)
     )
-    models = [registered[pid].model for pid in alive if pid in registered]
-    model = next((one for one in models if one is not None), None)
+    models = (registered[pid].model for pid in alive if pid in registered)
+    model = next((name for name in models if name is not None), None)
     return ComponentStatus(
         component=entry.name,
         service=entry.service,

@@ -20,7 +20,7 @@ def cell_len(text: str) -> int:
 
 
 def model_state(state: str, progress: float | None) -> str:
-    """Return the state of a model as tables show it."""
+    """Return the state of a model or a worker as tables show it."""
     word = "no worker" if state == "zero" else state
     return word if progress is None else f"{word} {progress:.0%}"
 
@@ -75,9 +75,9 @@ def figures(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * _GAP).join(
-            (first + " " * (widths[0] - cell_len(first)), *map(str.rjust, rest, widths[1:]))
+            (first + " " * (widths[0] - cell_len(first)), *map(str.rjust, cells, widths[1:]))
         )
-        for first, *rest in rows
+        for first, *cells in rows
     ]
 
 
@@ -95,9 +95,8 @@ def _shrink(widths: list[int], width: int) -> None:
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     *before, last = row
     padded = [
-        shown + " " * (width - cell_len(shown) + _GAP)
+        (text := cut(cell, width, "…")) + " " * (width - cell_len(text) + _GAP)
         for cell, width in zip(before, widths, strict=False)
-        for shown in (cut(cell, width, "…"),)
     ]
     return ("".join(padded) + last).rstrip()
 

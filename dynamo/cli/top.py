@@ -24,7 +24,6 @@ from dynamo.config import environ, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
-from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.os_process import heeded
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.events import actor
@@ -41,15 +40,9 @@ _LOG_LINES = 1000
 _MESSAGE_S = 10.0
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"  # other buffer, no cursor, no wrapping, clear
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_STYLES = {
-    "title": "1",
-    "head": "2;4",
-    "chosen": "7",
-    "bad": "31",
-    "warn": "33",
-    "dim": "2",
-}
+_STYLES = {"title": "1", "head": "2;4", "chosen": "7", "bad": "31", "warn": "33", "dim": "2"}
 _COLOURED = ("bad", "warn")
+# In this order: escape alone is the beginning of all others.
 _SEQUENCES = {
     "\x1b[A": "up",
     "\x1b[B": "down",
@@ -59,7 +52,6 @@ _SEQUENCES = {
     "\x1b[6~": "page down",
     "\x1b": "escape",
 }
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 1024
 
 
@@ -104,13 +96,13 @@ class Screen:
     @property
     def size(self) -> tuple[int, int]:
         """Columns and rows."""
-        columns, rows = shutil.get_terminal_size()
-        return columns, rows
+        return shutil.get_terminal_size()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Screen]:
         """Own the terminal for the block; SIGTERM and SIGHUP end it with SystemExit."""
-        before: dict[int, Any] = {one: signal.signal(one, _end) for one in heeded(*_ENDING)}
+        ending = heeded(signal.SIGTERM, signal.SIGHUP)
+        before: dict[int, Any] = {number: signal.signal(number, _end) for number in ending}
         before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: self._wakeup.wake())
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         try:
@@ -139,7 +131,7 @@ class Screen:
 
     def keys(self, timeout_s: float) -> list[str]:
         """Wait for keys, a wake or the timeout; return the keys: letters, or ``up``, ``escape``."""
-        ready, _, _ = select.select([self._in, self._wakeup.read_fd], [], [], max(0.0, timeout_s))
+        ready, _, _ = select.select([self._in, self._wakeup.read_fd], [], [], timeout_s)
         self._wakeup.clear()
         if self._in not in ready:
             return []
@@ -183,9 +175,9 @@ def _end(number: int, stack: FrameType | None) -> None:
 
 def _decoded(text: str) -> Iterator[str]:
     while text:
-        name = next((one for one in _SEQUENCES if text.startswith(one)), text[0])
-        yield _SEQUENCES.get(name, name)
-        text = text[len(name) :]
+        key = next(filter(text.startswith, _SEQUENCES), text[0])
+        yield _SEQUENCES.get(key, key)
+        text = text[len(key) :]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,6 +215,7 @@ class Top:
         self._status = collector.collect()
         self._ended = threading.Event()
         self._asked: Callable[[], None] | None = None
+        #: Of threads: append and popleft of a deque need no lock.
         self._answers: deque[ActionOutcome] = deque(maxlen=_ANSWERS)
         self._quits = False
         self._message_until_s = 0.0
@@ -259,6 +252,7 @@ class Top:
 
     def _on_key(self, key: str) -> bool:
         """Handle a key; return whether to go on."""
+        # Any key but y is a no, also one that has a meaning of its own.
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._say("")
@@ -295,7 +289,7 @@ class Top:
 
     def _select(self, step: int) -> None:
         """Move the selection; without a selected worker select the first."""
-        names = [one.name for one in sorted_workers(self._status, self._view.sort)]
+        names = [worker.name for worker in sorted_workers(self._status, self._view.sort)]
         if self._view.selected in names:
             at = names.index(self._view.selected) + step
             self._view.selected = names[max(0, min(at, len(names) - 1))]
@@ -306,10 +300,6 @@ class Top:
         orders = [*SORT_ORDERS]
         self._view.sort = orders[(orders.index(self._view.sort) + 1) % len(orders)]
 
-    def _selected(self) -> WorkerStatus | None:
-        workers = sorted_workers(self._status, self._view.sort)
-        return next((one for one in workers if one.name == self._view.selected), None)
-
     def _drain(self) -> None:
         name = self._view.selected
         if name:
@@ -317,11 +307,11 @@ class Top:
             self._say(f"drain {name}: it finishes its requests and exits; y/n", WARN)
 
     def _sleep_or_wake(self) -> None:
-        worker = self._selected()
-        if worker is not None:
-            actions = self._control.actions
-            asleep = worker.state == "asleep"
-            self._act(actions.wake if asleep else actions.sleep, worker.name)
+        actions = self._control.actions
+        for worker in (*self._status.workers, *self._status.others):
+            if worker.name == self._view.selected:
+                asleep = worker.state == "asleep"
+                self._act(actions.wake if asleep else actions.sleep, worker.name)
 
     def _pause_or_resume(self) -> None:
         planner = self._status.planner

@@ -7,8 +7,9 @@ less than one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from dynamo.cli.text_table import aligned, cut, model_state, printable, wrap
@@ -30,12 +31,12 @@ _GIB, _BAR, _FEW_REQUESTS, _PROBLEM_LINES, _WIDE = 1 << 30, 8, 3, 5, 100
 _KEYS = "↑↓ select  o sort  l logs  d drain{sleep}{planner}  q quit"
 
 SORT_ORDERS: dict[str, Callable[[WorkerStatus], object]] = {
-    "name": lambda one: "",
-    "state": lambda one: one.state,
-    "in flight": lambda one: -(one.in_flight or 0),
-    "KV use": lambda one: -(one.kv_use or 0.0),
-    "VRAM": lambda one: -(one.vram_bytes or 0),
-    "restarts": lambda one: -one.restarts,
+    "name": lambda worker: "",
+    "state": lambda worker: worker.state,
+    "in flight": lambda worker: -(worker.in_flight or 0),
+    "KV use": lambda worker: -(worker.kv_use or 0.0),
+    "VRAM": lambda worker: -(worker.vram_bytes or 0),
+    "restarts": lambda worker: -worker.restarts,
 }
 """How the workers can be sorted; equal ones by name."""
 
@@ -72,9 +73,9 @@ def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list
 def _keys(status: BoxStatus, view: TopView) -> str:
     if view.log_of:
         return "q back"
-    chosen = [one for one in status.workers if one.name == view.selected]
-    wakes = any(one.state == "asleep" for one in chosen)
-    sleeps = any(one.can_sleep for one in chosen)
+    chosen = [worker for worker in status.workers if worker.name == view.selected]
+    wakes = any(worker.state == "asleep" for worker in chosen)
+    sleeps = any(worker.can_sleep for worker in chosen)
     return _KEYS.format(
         sleep="  s wake" if wakes else "  s sleep" if sleeps else "",
         planner="" if status.planner is None else "  p pause/resume planner",
@@ -84,11 +85,12 @@ def _keys(status: BoxStatus, view: TopView) -> str:
 def sorted_workers(status: BoxStatus, sort: str) -> list[WorkerStatus]:
     """Return all processes, workers first, in the order ``sort``."""
     key: Any = SORT_ORDERS[sort]
-    return [
-        one
-        for group in (status.workers, status.others)
-        for one in sorted(sorted(group, key=lambda one: natural_order(one.name)), key=key)
-    ]
+    workers: list[WorkerStatus] = []
+    for group in (status.workers, status.others):
+        by_name = sorted(group, key=lambda worker: natural_order(worker.name))
+        # A sort keeps the order of equal ones: those stay sorted by name.
+        workers += sorted(by_name, key=key)
+    return workers
 
 
 def _log(view: TopView, room: int) -> list[StyledLine]:
@@ -99,14 +101,14 @@ def _log(view: TopView, room: int) -> list[StyledLine]:
 def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[StyledLine]:
     """Return all panes; the requests get the room that is left."""
     lines = [_headline(status)]
-    lines += [(BAD, line) for one in status.problems for line in _wrapped(one, width)]
+    lines += [(BAD, line) for problem in status.problems for line in _wrapped(problem, width)]
     if status.state != "running":
         return [*lines, (PLAIN, not_running(status.namespace))]
     lines += _gpus(status.gpus, width)
     lines += _models(status.models, width)
     planner = _planner(status)
-    others = len(lines) + len(planner)
-    left = room - others - _FEW_REQUESTS - 4 if room else 0
+    # 4: the titles and heads of the workers and of the requests.
+    left = room - len(lines) - len(planner) - _FEW_REQUESTS - 4 if room else 0
     lines += _workers(status, view, left, width)
     lines += planner
     return lines + _requests(status, room - len(lines) if room else 0, width)
@@ -117,6 +119,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     lines = wrap(printable(text), width, "  ")
     if len(lines) <= _PROBLEM_LINES:
         return lines
+    # With the first line and the mark there are _PROBLEM_LINES of them.
     return [lines[0], "  …", *lines[2 - _PROBLEM_LINES :]]
 
 
@@ -148,9 +151,9 @@ def _gpus(gpus: Sequence[GpuStatus], width: int) -> list[StyledLine]:
 
 
 def _foreign(gpu: GpuStatus) -> Iterable[str]:
-    for one in gpu.holders:
-        if not one.worker:
-            yield f"pid {one.pid} {one.name} {_gib(one.used_bytes)}"
+    for holder in gpu.holders:
+        if not holder.worker:
+            yield f"pid {holder.pid} {holder.name} {_gib(holder.used_bytes)}"
 
 
 def _watts(gpu: GpuStatus) -> str:
@@ -165,7 +168,8 @@ def _models(models: Sequence[ModelStatus], width: int) -> list[StyledLine]:
     for model in models:
         figures = model.figures
         state = model_state(model.state, model.progress)
-        uses = [one.kv_use for one in figures.workers if one.kv_use is not None] if figures else []
+        workers = figures.workers if figures else ()
+        uses = [worker.kv_use for worker in workers if worker.kv_use is not None]
         row = [model.model, state, f"{model.ready}/{model.wanted}"]
         if figures is None:
             row += ["-"] * 7
@@ -180,12 +184,12 @@ def _models(models: Sequence[ModelStatus], width: int) -> list[StyledLine]:
                 _share(figures.hit_rate),
             ]
         row.append(model.cause or _idle(model))
-        rows.append((_STATE_STYLES.get(model.state, PLAIN), _fitting(row, width, 5, 9)))
+        rows.append((_STATE_STYLES.get(model.state, PLAIN), row))
     head = (
         *("MODEL", "STATE", "READY", "TOK/S", "TTFT P50", "P99", "IN FLIGHT"),
         *("QUEUED", "KV USE", "HIT RATE", ""),
     )
-    return _table("models", _fitting(head, width, 5, 9), rows, "no model", width)
+    return _table("models", head, rows, "no model", width, ("P99", "HIT RATE"))
 
 
 def _idle(model: ModelStatus) -> str:
@@ -196,37 +200,29 @@ def _idle(model: ModelStatus) -> str:
 def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[StyledLine]:
     """Return at least three workers around the selected one, as many as ``room`` allows."""
     workers = sorted_workers(status, view.sort)
-    names = [one.name for one in workers]
+    names = [worker.name for worker in workers]
     at = names.index(view.selected) if view.selected in names else 0
-    shown = max(3, room - 2) if room else len(workers)
-    first = max(0, min(at - shown // 2, len(workers) - shown))
+    count = max(3, room - 2) if room else len(workers)
+    # The selected one in the middle, but no empty rows at the beginning or the end.
+    first = max(0, min(at - count // 2, len(workers) - count))
     rows = []
-    for one in workers[first : first + shown]:
-        style = _STATE_STYLES.get(one.state, PLAIN)
-        chosen = view.keys and one.name == view.selected
-        why = "; ".join(part for part in (one.cause, one.last_exit) if part)
-        why += f"; try: {one.remedy}" if one.remedy and one.state == "failed" else ""
-        rows.append(
-            (
-                CHOSEN if chosen else style,
-                _fitting(
-                    (
-                        one.name,
-                        one.state + ("" if one.progress is None else f" {one.progress:.0%}"),
-                        ",".join(one.gpus) or "-",
-                        _gib(one.vram_bytes),
-                        "-" if one.in_flight is None else str(one.in_flight),
-                        _share(one.kv_use, bar=width >= _WIDE),
-                        str(one.restarts),
-                        _duration(one.uptime_s),
-                        why or "-",
-                    ),
-                    width,
-                    6,
-                    7,
-                ),
-            )
+    for worker in workers[first : first + count]:
+        style = _STATE_STYLES.get(worker.state, PLAIN)
+        chosen = view.keys and worker.name == view.selected
+        why = "; ".join(part for part in (worker.cause, worker.last_exit) if part)
+        why += f"; try: {worker.remedy}" if worker.remedy and worker.state == "failed" else ""
+        row = (
+            worker.name,
+            model_state(worker.state, worker.progress),
+            ",".join(worker.gpus) or "-",
+            _gib(worker.vram_bytes),
+            "-" if worker.in_flight is None else str(worker.in_flight),
+            _share(worker.kv_use, bar=width >= _WIDE),
+            str(worker.restarts),
+            _duration(worker.uptime_s),
+            why or "-",
         )
+        rows.append((CHOSEN if chosen else style, row))
     head = (
         *("WORKER", "STATE", "GPU", "VRAM", "IN FLIGHT", "KV USE"),
         *("RESTARTS", "UP", "CAUSE, LAST EXIT"),
@@ -234,7 +230,7 @@ def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[St
     title = f"workers by {view.sort}"
     if len(rows) < len(workers):
         title += f" ({first + 1} to {first + len(rows)} of {len(workers)})"
-    return _table(title, _fitting(head, width, 6, 7), rows, "no worker", width)
+    return _table(title, head, rows, "no worker", width, ("RESTARTS", "UP"))
 
 
 def _planner(status: BoxStatus) -> list[StyledLine]:
@@ -248,25 +244,25 @@ def _planner(status: BoxStatus) -> list[StyledLine]:
 
 
 def _requests(status: BoxStatus, room: int, width: int) -> list[StyledLine]:
-    names = {one.worker: one.name for one in status.workers}
+    names = {worker.worker: worker.name for worker in status.workers}
     requests = status.requests[: max(0, room - 2)] if room else status.requests
     rows = [
         (
-            PLAIN if one.outcome == "ok" else BAD,
+            PLAIN if request.outcome == "ok" else BAD,
             (
-                time.strftime("%H:%M:%S", time.localtime(one.received_at_s)),
-                one.model,
-                _ms(one.ttft_s),
-                f"{one.duration_s:.2f} s",
-                str(one.prompt_tokens),
-                str(one.completion_tokens),
-                names.get(one.worker, one.worker) or "-",
-                f"{one.overlap_blocks}/{one.prompt_blocks}",
-                one.outcome,
-                one.request_id if width >= _WIDE else "",
+                time.strftime("%H:%M:%S", time.localtime(request.received_at_s)),
+                request.model,
+                _ms(request.ttft_s),
+                f"{request.duration_s:.2f} s",
+                str(request.prompt_tokens),
+                str(request.completion_tokens),
+                names.get(request.worker, request.worker) or "-",
+                f"{request.overlap_blocks}/{request.prompt_blocks}",
+                request.outcome,
+                request.request_id if width >= _WIDE else "",
             ),
         )
-        for one in requests
+        for request in requests
     ]
     head = (
         *("TIME", "MODEL", "TTFT", "DURATION", "IN", "OUT", "WORKER"),
@@ -281,17 +277,17 @@ def _table(
     rows: Sequence[tuple[str, Sequence[str]]],
     none: str,
     width: int,
+    least: Collection[str] = (),
 ) -> list[StyledLine]:
+    """Return the table; a narrow terminal leaves out the columns ``least``, so that none is cut."""
     if not rows:
         return [(TITLE, f"{title}: {none}")]
-    texts = aligned([head, *(row for _, row in rows)], width - 2)
+    kept = [width >= _WIDE or name not in least for name in head]
+    table = [list(compress(row, kept)) for row in (head, *(row for _, row in rows))]
     styles = [HEAD, *(style for style, _ in rows)]
-    return [(TITLE, title), *((s, f"  {text}") for s, text in zip(styles, texts, strict=True))]
-
-
-def _fitting(row: Sequence[str], width: int, *least: int) -> tuple[str, ...]:
-    """Leave out the columns ``least`` on a narrow terminal, so that none is cut."""
-    return tuple(text for at, text in enumerate(row) if width >= _WIDE or at not in least)
+    # 2: the rows are indented.
+    lines = zip(styles, aligned(table, width - 2), strict=True)
+    return [(TITLE, title), *((style, f"  {text}") for style, text in lines)]
 
 
 def _share(value: float | None, bar: bool = False) -> str:
@@ -315,6 +311,6 @@ def _ms(seconds: float | None) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{left:02}s"

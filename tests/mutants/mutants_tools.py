@@ -29,8 +29,8 @@ TOOLS = (
     Mutant(
         "served-by-one-frontend-is-served",
         "dynamo.cli.models",
-        "if found is None or not set(found.models).issuperset(models):",
-        "if found is not None and not set(found.models).issuperset(models):",
+        "if readiness is None or not set(readiness.models).issuperset(models):",
+        "if readiness is not None and not set(readiness.models).issuperset(models):",
         ("unit/cli/test_cli_models.py::test_a_model_is_listed_when_every_frontend_serves_it",),
     ),
     Mutant(
