@@ -22,15 +22,7 @@ class BraceCallParser(CallSteps):
     of a call closes what the model has left open.
     """
 
-    __slots__ = (
-        "_call_end",
-        "_first",
-        "_key_end",
-        "_open",
-        "_quote",
-        "_start",
-        "_value",
-    )
+    __slots__ = ("_call_end", "_first", "_key_end", "_open", "_quote", "_start", "_value")
 
     def __init__(self, message: AnswerMessage) -> None:
         super().__init__(self._outside, message)
@@ -72,15 +64,15 @@ class BraceCallParser(CallSteps):
 
     def _name(self) -> bool:
         """After ``<|tool_call>``."""
-        found = _NAME.match(self._text[:_MAX_NAME])
-        if found is None:
+        header = _NAME.match(self._text[:_MAX_NAME])
+        if header is None:
             if len(self._text) <= _MAX_NAME and _NAME_BEGINS.fullmatch(self._text):
                 return False
             self._step = self._outside
             return True
-        self._take(found.end())
+        self._take(header.end())
         self._take_aside()
-        self._message.begin_call(found[1])
+        self._message.begin_call(header[1])
         self._enter("{")
         return True
 
@@ -107,6 +99,7 @@ class BraceCallParser(CallSteps):
         start = len(_QUOTE) if quoted else 0
         marks = self._quote if quoted else self._key_end
         count, marker = marks.find(self._text[start:])
+        # With room for a whole marker, a name that is too long is cut at the same place always.
         if not marker and len(self._text) - start < _MAX_NAME + len(_END_CALL):
             return False
         key = self._take(start + min(count, _MAX_NAME))[start:]

@@ -48,15 +48,8 @@ class ElementCallParser(CallSteps):
     """
 
     __slots__ = (
-        "_first",
-        "_in_section",
-        "_kinds",
-        "_open",
-        "_schema",
-        "_schemas",
-        "_starts",
-        "_tag",
-    )
+        "_first", "_in_section", "_kinds", "_open", "_schema", "_schemas", "_starts", "_tag",
+    )  # fmt: skip
 
     def __init__(self, message: AnswerMessage, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(self._outside, message)
@@ -114,16 +107,15 @@ class ElementCallParser(CallSteps):
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
         tag = self._text[:end] if 0 <= end <= _MAX_NAME else ""
-        found = _NAME.match(tag)
-        named = None if found is None else attribute_value(tag[found.end() :])
-        if named is None:
+        prefix = _NAME.match(tag)
+        value = None if prefix is None else attribute_value(tag[prefix.end() :])
+        if value is None:
             self._step = self._outside
             return True
-        name = named[0]
         self._take(end + 1)
         self._take_aside()
-        self._message.begin_call(name)
-        self._enter({"properties": self._schemas.get(name, {})}, "}")
+        self._message.begin_call(value[0])
+        self._enter({"properties": self._schemas.get(value[0], {})}, "}")
         return True
 
     def _child(self) -> bool:
@@ -132,18 +124,19 @@ class ElementCallParser(CallSteps):
         self._take(count)  # stray text, of which arguments have none
         if not marker:
             return False
-        found = _TAG.match(self._text)
-        if found is None:
+        tag = _TAG.match(self._text)
+        if tag is None:
             end = self._text.find(">", len(_NS))
             if end < 0 and len(self._text) <= len(_NS) + _MAX_NAME:
                 return False
+            # Skip what is no tag; without an end, only the token that marks it.
             self._take(end + 1 or len(_NS))
             return True
-        self._take(found.end())
-        if found[1]:
-            self._leave(found[2])
+        self._take(tag.end())
+        if tag[1]:
+            self._leave(tag[2])
         else:
-            self._begin_value(found[2])
+            self._begin_value(tag[2])
         return True
 
     def _begin_value(self, name: str) -> None:
@@ -164,6 +157,7 @@ class ElementCallParser(CallSteps):
         if text.startswith(tag):
             if ">" not in text[len(tag) :] and len(text) <= len(tag) + _MAX_NAME:
                 return False
+            # An element inside the value: the space before it is no text.
             if text[len(tag)] != "/":
                 self._take_aside()
                 kinds = kinds_of(self._schema)
@@ -188,12 +182,12 @@ class ElementCallParser(CallSteps):
         """At the beginning of a value that may be a text: find out whether it can be another."""
         count, marker = self._tag.find(self._text)
         self._put_aside(count)
-        other = bool(marker) or begins_value("".join(self._aside), self._kinds)
-        if other:
+        is_json = bool(marker) or begins_value("".join(self._aside), self._kinds)
+        if is_json:
             self._step = self._json_value
-        elif other is not None:
+        elif is_json is not None:
             self._begin_text()
-        return other is not None
+        return is_json is not None
 
     def _text_value(self) -> bool:
         count, marker = self._tag.find(self._text)
@@ -215,13 +209,13 @@ class ElementCallParser(CallSteps):
         A closing tag does if another tag follows, or nothing: the value may contain one. None: more
         text decides.
         """
-        found = _TAG.match(self._text, start, start + _MAX_TAG)
-        if found is None:
+        tag = _TAG.match(self._text, start, start + _MAX_TAG)
+        if tag is None:
             more = len(self._text) < start + _MAX_TAG and ">" not in self._text[start + len(_NS) :]
             return (True if self._final else None) if more else False
-        if not found[1] or found[2] == "tool_call":
+        if not tag[1] or tag[2] == "tool_call":
             return True
-        return self._is_followed(found.end(), _MAX_NAME, self._tag)
+        return self._is_followed(tag.end(), _MAX_NAME, self._tag)
 
     def _json_value(self) -> bool:
         count, marker = self._tag.find(self._text)
@@ -238,6 +232,7 @@ class ElementCallParser(CallSteps):
         kinds = kinds_of(self._schema)
         if "string" in kinds:
             self._message.add_arguments(text_or_value_json(text, self._schema))
+        # An array or an object without elements has no text either.
         elif not text.strip() and not kinds.isdisjoint(("array", "object")):
             self._message.add_arguments("[]" if "array" in kinds else "{}")
         else:
@@ -245,13 +240,13 @@ class ElementCallParser(CallSteps):
 
     def _end_value(self) -> bool:
         """After a value without elements: drop its end."""
-        found = _TAG.match(self._text)
-        if found is None and len(self._text) <= _MAX_TAG:
+        tag = _TAG.match(self._text)
+        if tag is None and len(self._text) <= _MAX_TAG:
             return False
         self._first = False
         self._step = self._child
-        if found is not None and found[1] and found[2] not in ("invoke", "tool_call"):
-            self._take(found.end())
+        if tag is not None and tag[1] and tag[2] not in ("invoke", "tool_call"):
+            self._take(tag.end())
         return True
 
     def _enter(self, schema: Any, closes: str) -> None:

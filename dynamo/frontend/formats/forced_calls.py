@@ -34,21 +34,19 @@ class NamedCallParser(TextSteps):
             self._message.begin_call(self._name)
             self._step = self._arguments
         else:
-            self._step = self._rest
+            self._step = self._outside
         return True
 
     def _arguments(self) -> bool:
-        if not self._text:
-            return False
         end = self._span.end(self._text)
         self._message.add_json(self._take(len(self._text) if end < 0 else end))
         if end >= 0:
             if not self._span.open:
                 self._message.end_call()
-            self._step = self._rest
+            self._step = self._outside
         return end >= 0
 
-    def _rest(self) -> bool:
+    def _outside(self) -> bool:
         self._message.add_content(self._take_aside() + self._take(len(self._text)))
         return False
 
@@ -67,5 +65,7 @@ def tool_functions(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """The ``function`` objects of the tools that have a name."""
     functions = [tool.get("function") for tool in tools or ()]
     return [
-        each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)
+        function
+        for function in functions
+        if isinstance(function, dict) and isinstance(function.get("name"), str)
     ]

@@ -270,18 +270,19 @@ class ModelFormats:
         message: AnswerMessage,
     ) -> AnswerParser:
         if self._harmony:
-            known = tools.names if self._calls and tool is not None else None
-            return HarmonyParser(message, known)
+            return HarmonyParser(message, tools.names if self._calls and tool is not None else None)
         parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
         if self._shape is None:
             return parser
         if self._shape.as_content:
+            # The template ends the prompt with the tag, so that the model does not write it.
             message.add_content("" if request.continue_final_message else self._shape.opens)
             return parser
         if tool is None:
             return ReasoningParser(message, self._shape, inside, parser)
         if is_forced(request.tool_choice):
             return ReasoningParser(message, self._shape, inside, parser, True)
+        # A call inside the reasoning ends it, if the parser of calls accepts it on trial.
         shape = self._shape._replace(calls=tool.begins)
         probe = partial(CallProbe, lambda message: tool.make(message, tools), tools.names)
         return ReasoningParser(message, shape, inside, parser, probe=probe)
@@ -301,9 +302,9 @@ def _calls(
 def _known(card: ModelCard, field: str, name: str | None, aliases: Mapping[str, str]) -> str | None:
     """The canonical name of a format; None, with an error in the log, for an unknown one."""
     formats: Mapping[str, Any] = TOOL_FORMATS if field == "tool_call_parser" else REASONING_FORMATS
-    found = aliases.get(name, name) if name is not None else None
-    if found is None or found in formats:
-        return found
+    canonical = aliases.get(name, name) if name is not None else None
+    if canonical is None or canonical in formats:
+        return canonical
     log.error(
         "the card of model %s names the %s %r, which this frontend does not know: its answers are "
         "not parsed. Known are %s",

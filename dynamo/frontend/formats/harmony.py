@@ -23,17 +23,17 @@ _MAX_HEADER = 1024
 class HarmonyParser(TextSteps):
     """``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``.
 
-    Analysis is reasoning; with ``known``, the names of the request's tools, a message to
-    ``functions.NAME`` is a tool call, and so is one to a known ``NAME``; all else is content. The
+    Analysis is reasoning; with ``tool_names``, those of the request's tools, a message to
+    ``functions.NAME`` is a tool call, and so is one to a tool's ``NAME``; all else is content. The
     prompt ends with ``<|start|>assistant``, so an answer begins inside a header.
     """
 
-    __slots__ = ("_channel", "_known", "_message")
+    __slots__ = ("_channel", "_message", "_tool_names")
 
-    def __init__(self, message: AnswerMessage, known: frozenset[str] | None) -> None:
+    def __init__(self, message: AnswerMessage, tool_names: frozenset[str] | None) -> None:
         super().__init__(self._beginning)
         self._message = message
-        self._known = known
+        self._tool_names = tool_names
         self._channel = ""  # of the current body: reasoning, call or content
 
     def finish(self) -> None:
@@ -41,6 +41,7 @@ class HarmonyParser(TextSteps):
         if self._step == self._body:
             if not _BODY_END.may_begin(self._text):
                 self._add(self._text)
+            # <|call|> ends the text, as a token that is not shown: the call is whole without it.
             if self._channel == "call" and not self._message.in_string and self._message.stopped:
                 self._message.end_call()
         elif not self._channel:
@@ -94,15 +95,16 @@ class HarmonyParser(TextSteps):
     def _called(self, recipient: str) -> str | None:
         """The function that ``recipient`` is, None for another. Models leave the namespace out in
         long contexts."""
-        if self._known is None:
+        if self._tool_names is None:
             return None
         name = recipient.removeprefix("functions.")
-        return name if name != recipient or name in self._known else None
+        return name if name != recipient or name in self._tool_names else None
 
     def _body(self) -> bool:
         count, marker = _BODY_END.find(self._text)
         self._add(self._take(count))
         if marker:
+            # Another marker is the head of the next message: the end of this one is missing.
             self._take(len(marker) if marker in _ENDS else 0)
             if self._channel == "reasoning":
                 self._message.end_reasoning()

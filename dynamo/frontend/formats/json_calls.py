@@ -11,8 +11,10 @@ from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps, well_formed
 
 _BEFORE_CALL = SPACE + "["
+# Of a list, and of Llama 3, which separates calls with semicolons.
 _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
+# Possessive quantifiers: without them a long header that does not match takes quadratic time.
 _HEADER = re.compile(r"([\w.\-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+", re.ASCII)
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 _SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
@@ -30,19 +32,8 @@ class JsonObjectCall(TextSteps):
     """
 
     __slots__ = (
-        "_accepts",
-        "_argued",
-        "_arguments",
-        "_key",
-        "_message",
-        "_named",
-        "_parts",
-        "_raw",
-        "_raw_size",
-        "_span",
-        "_streams",
-        "rejected",
-        "rest",
+        "_accepts", "_argued", "_arguments", "_key", "_message", "_named", "_parts", "_raw",
+        "_raw_size", "_span", "_streams", "rejected", "rest",
     )  # fmt: skip
 
     def __init__(self, message: AnswerMessage, accepts: Callable[[str], bool]) -> None:
@@ -74,12 +65,11 @@ class JsonObjectCall(TextSteps):
         """Nothing follows: a call with a name is kept with the arguments so far."""
         if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
             self._message.add_json(_unquoted_part("".join(self._parts)))
+        # A call that is cut before its arguments gets no "{}": the client must not run it.
         self._argued = True
         self._close(self._message.stopped)
 
     def _open(self) -> bool:
-        if not self._text:
-            return False
         self._take(1)
         self._step = self._member
         return True
@@ -117,8 +107,8 @@ class JsonObjectCall(TextSteps):
 
     def _scalar(self) -> bool:
         """In a number, a name, or other text without quotes."""
-        found = _SCALAR.match(self._text)
-        self._put_aside(0 if found is None else found.end())
+        scalar = _SCALAR.match(self._text)
+        self._put_aside(0 if scalar is None else scalar.end())
         if not self._text:
             return False
         return self._complete(self._take_aside())
@@ -132,8 +122,6 @@ class JsonObjectCall(TextSteps):
         return True
 
     def _span_step(self) -> bool:
-        if not self._text:
-            return False
         end = self._span.end(self._text)
         piece = self._take(len(self._text) if end < 0 else end)
         if self._streams:
@@ -158,6 +146,7 @@ class JsonObjectCall(TextSteps):
             self._argued = True
             unquoted = _unquoted(text)
             self._arguments = text if unquoted is None else unquoted
+            # Models write null, or an empty string, where there are no arguments.
             if text == "null" or not self._arguments.strip():
                 self._arguments = "{}"
             if self._named:
@@ -203,6 +192,7 @@ def _unquoted_part(text: str) -> str:
     value = None if whole is None else _loaded(whole[0] + '"')
     if not isinstance(value, str):
         return ""
+    # A value that ends with the first half of a character was cut before the other.
     return well_formed(value[:-1] if "\ud800" <= value[-1:] <= "\udbff" else value)
 
 
@@ -231,16 +221,16 @@ class JsonCallShape(NamedTuple):
 class JsonCallParser(CallSteps):
     """Content, then markers around one object, several, or an array of objects.
 
-    ``known`` are the names of the request's tools.
+    ``tool_names`` are those of the request.
     """
 
-    __slots__ = ("_after_call", "_call", "_end", "_known", "_start", "_without_marker")
+    __slots__ = ("_after_call", "_call", "_end", "_start", "_tool_names", "_without_marker")
 
     def __init__(
-        self, message: AnswerMessage, shape: JsonCallShape, known: frozenset[str] = frozenset()
+        self, message: AnswerMessage, shape: JsonCallShape, tool_names: frozenset[str] = frozenset()
     ) -> None:
         super().__init__(self._beginning if shape.bare else self._outside, message)
-        self._known = known
+        self._tool_names = tool_names
         self._start = Markers(*shape.start)
         self._end = Markers(*([shape.end] if shape.end else []))
         self._without_marker = False
@@ -249,10 +239,10 @@ class JsonCallParser(CallSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        call = self._call
-        if call is not None:
-            call.finish()
-            self._call_ended(call)
+        if self._call is not None:
+            self._call.finish()
+            self._call_ended(self._call)
+        # The beginning of the end marker behind a call is dropped, as the whole one is.
         if not (self._after_call and self._end.may_begin(self._text)):
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
@@ -285,6 +275,7 @@ class JsonCallParser(CallSteps):
         start = self._start.leading(text)
         if start:
             opening = self._take_aside()
+            # A marker directly behind another: no call followed that one.
             if not self._after_call:
                 self._message.add_content(opening)
             self._put_aside(len(start))
@@ -343,7 +334,7 @@ class JsonCallParser(CallSteps):
         self._step = self._outside if call.rejected else self._between
 
     def _accepts(self, name: str) -> bool:
-        return not self._without_marker or name in self._known
+        return not self._without_marker or name in self._tool_names
 
 
 class MistralCallParser(JsonCallParser):
@@ -352,35 +343,34 @@ class MistralCallParser(JsonCallParser):
     __slots__ = ("_span",)
 
     def __init__(
-        self, message: AnswerMessage, shape: JsonCallShape, known: frozenset[str] = frozenset()
+        self, message: AnswerMessage, shape: JsonCallShape, tool_names: frozenset[str] = frozenset()
     ) -> None:
-        super().__init__(message, shape, known)
+        super().__init__(message, shape, tool_names)
         self._span = JsonSpan()
 
     def _other(self) -> Callable[[], bool]:
-        return (
-            self._outside if self._after_call or "]" in "".join(self._aside)[:-1] else self._header
-        )
+        # A name follows the marker at once: then the last character aside is the marker's bracket.
+        if self._after_call or "]" in "".join(self._aside)[:-1]:
+            return self._outside
+        return self._header
 
     def _header(self) -> bool:
         """The name, up to the arguments."""
         brace = self._text.find("{", 0, _MAX_HEADER + 2)
         if brace < 0 and len(self._text) <= _MAX_HEADER:
             return False
-        found = _HEADER.fullmatch(self._text, 0, max(0, brace))
-        if found is None or brace > _MAX_HEADER:
+        header = _HEADER.fullmatch(self._text, 0, max(0, brace))
+        if header is None or brace > _MAX_HEADER:
             self._step = self._outside
             return True
         self._take(brace)
         self._take_aside()
-        self._message.begin_call(found[1])
+        self._message.begin_call(header[1])
         self._span = JsonSpan()
         self._step = self._arguments
         return True
 
     def _arguments(self) -> bool:
-        if not self._text:
-            return False
         end = self._span.end(self._text)
         self._message.add_json(self._take(len(self._text) if end < 0 else end))
         if end < 0:

@@ -96,21 +96,9 @@ class AnswerMessage:
     """
 
     __slots__ = (
-        "_blank",
-        "_calls",
-        "_content",
-        "_count",
-        "_earlier",
-        "_escapes",
-        "_max_calls",
-        "_muted",
-        "_new_id",
-        "_reasoning",
-        "cut",
-        "in_call",
-        "reasoning_field",
-        "stopped",
-    )
+        "_blank", "_calls", "_content", "_count", "_earlier", "_escapes", "_max_calls",
+        "_muted", "_new_id", "_reasoning", "cut", "in_call", "reasoning_field", "stopped",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -155,7 +143,8 @@ class AnswerMessage:
     def add_reasoning(self, text: str) -> None:
         """Add to the reasoning."""
         if self._calls or self._content.pieces:
-            self._divide()
+            # Texts and calls of one delta have an order of their own: begin another.
+            self._earlier = self.take()
         self._reasoning.add(text)
 
     def end_reasoning(self) -> None:
@@ -165,7 +154,7 @@ class AnswerMessage:
     def add_content(self, text: str) -> None:
         """Add to ``content``."""
         if self._calls:
-            self._divide()
+            self._earlier = self.take()
         self._content.add(text)
 
     def next_part(self, reasoning: bool) -> None:
@@ -185,6 +174,7 @@ class AnswerMessage:
         self._content.drop_space()
         self._muted = self._count == self._max_calls
         self._escapes = StringEscapes()
+        # The call before has no end: the answer must not end as one whose calls are complete.
         self.cut = self.cut or self.in_call
         self._blank = self.in_call = True
         if not self._muted:
@@ -209,13 +199,14 @@ class AnswerMessage:
     def size(self) -> tuple[int, int, int]:
         """How many deltas :meth:`take` has before the last one; the pieces of the content, and of
         the rest, in that one."""
-        calls, rest = self._calls, len(self._reasoning.pieces)
+        calls, other_pieces = self._calls, len(self._reasoning.pieces)
         if calls:
-            rest += len(calls) + len(calls[-1].arguments)
-        return len(self._earlier), len(self._content.pieces), rest
+            other_pieces += len(calls) + len(calls[-1].arguments)
+        return len(self._earlier), len(self._content.pieces), other_pieces
 
     def content_since(self, size: tuple[int, int, int]) -> str:
         """Return the content added to the last delta since :attr:`size` was ``size``."""
+        # A delta that was divided off since has the content of that time.
         first = size[1] if size[0] == len(self._earlier) else 0
         return "".join(self._content.pieces[first:])
 
@@ -286,47 +277,33 @@ class AnswerMessage:
 
     def whole(self) -> dict[str, Any]:
         """The ``message`` of an answer in one body."""
-        reasoning, content, calls = self._joined()
-        if content is None and not self._count:
-            content = ""
+        deltas = self.take()
+        reasoning = [delta.reasoning for delta in deltas if delta.reasoning is not None]
+        texts = [delta.content for delta in deltas if delta.content is not None]
+        calls = [call for delta in deltas for call in delta.calls]
+        # As from OpenAI, the content is null beside calls, and else a text.
+        content = "".join(texts) if texts or not self._count else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning is not None:
-            message[self.reasoning_field] = reasoning
+        if reasoning:
+            message[self.reasoning_field] = "".join(reasoning)
         if calls:
             message["tool_calls"] = [call.whole() for call in calls]
         return message
 
-    def _divide(self) -> None:
-        """What follows comes after the texts and calls so far."""
-        self._earlier = self.take()
-
-    def _joined(self) -> AnswerDelta:
-        """Everything since the last time, as one delta; more of a call is part of it."""
-        deltas = self.take()
-        if len(deltas) == 1:
-            return deltas[0]
-        reasoning = [one.reasoning for one in deltas if one.reasoning is not None]
-        content = [one.content for one in deltas if one.content is not None]
-        return AnswerDelta(
-            "".join(reasoning) if reasoning else None,
-            "".join(content) if content else None,
-            [call for one in deltas for call in one.calls],
-        )
-
 
 class CallProbe(AnswerMessage):
-    """Finds out whether a text begins with a call of one of the tools ``known``.
+    """Finds out whether a text begins with a call of one of the tools ``tool_names``.
 
     ``is_call`` is None until the first content or call decides.
     """
 
-    __slots__ = ("_known", "is_call", "parser")
+    __slots__ = ("_tool_names", "is_call", "parser")
 
     def __init__(
-        self, make: Callable[[AnswerMessage], AnswerParser], known: frozenset[str]
+        self, make: Callable[[AnswerMessage], AnswerParser], tool_names: frozenset[str]
     ) -> None:
-        super().__init__(str)
-        self._known = known
+        super().__init__(str)  # ids of a trial are not shown
+        self._tool_names = tool_names
         self.is_call: bool | None = None
         self.parser = make(self)
 
@@ -339,7 +316,7 @@ class CallProbe(AnswerMessage):
         """Decide by the name of the call."""
         super().begin_call(name, call_id)
         if self.is_call is None:
-            self.is_call = name in self._known
+            self.is_call = name in self._tool_names
 
 
 class CallSteps(TextSteps):
@@ -375,7 +352,7 @@ class CallSteps(TextSteps):
 
     def _content(self, starts: Markers) -> str:
         """Pass on content up to one of ``starts``; take and return that one, or ""."""
-        if self._aside:
+        if self._aside:  # a marker that no call followed
             self._message.add_content(self._take_aside())
         count, marker = starts.find(self._text)
         self._message.add_content(self._take(count))
@@ -387,6 +364,7 @@ class CallSteps(TextSteps):
 
         An ``end`` behind a call is dropped.
         """
+        # Something is aside until the first call: without one, all of it is content.
         if self._aside:
             self._put_space_aside()
         else:

@@ -17,18 +17,18 @@ _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
 class PythonicCallParser(TextSteps):
-    """``[f(a=1), g(b="x")]`` as the whole answer; ``known`` are the names of the request's tools.
+    """``[f(a=1), g(b="x")]`` as the whole answer; ``tool_names`` are those of the request.
 
     Each argument is passed on, as JSON, when it is complete. Anything that is not such a list, with
     keywords alone and tools of the request, is content.
     """
 
-    __slots__ = ("_arguments", "_expression", "_known", "_message", "_name")
+    __slots__ = ("_arguments", "_expression", "_message", "_name", "_tool_names")
 
-    def __init__(self, message: AnswerMessage, known: frozenset[str]) -> None:
+    def __init__(self, message: AnswerMessage, tool_names: frozenset[str]) -> None:
         super().__init__(self._beginning)
         self._message = message
-        self._known = known
+        self._tool_names = tool_names
         self._name = ""  # of a function whose first argument is to come
         self._arguments = 0
         self._expression = _Expression()
@@ -61,22 +61,22 @@ class PythonicCallParser(TextSteps):
 
     def _call(self) -> bool:
         """At the name of a function."""
-        found = _NAME.match(self._text, 0, _MAX_NAME + 1)
-        if found is None and self._incomplete(_NAME_BEGINS):
+        header = _NAME.match(self._text, 0, _MAX_NAME + 1)
+        if header is None and self._incomplete(_NAME_BEGINS):
             return False
-        if found is None or found.end() > _MAX_NAME or found[1] not in self._known:
+        if header is None or header.end() > _MAX_NAME or header[1] not in self._tool_names:
             self._step = self._outside
             return True
-        self._put_aside(found.end())
-        self._name = found[1]
+        self._put_aside(header.end())
+        self._name = header[1]
         self._arguments = 0
         self._step = self._keyword
         return True
 
     def _keyword(self) -> bool:
         """At the name of an argument, or the end of the call."""
-        found = _KEYWORD.match(self._text, 0, _MAX_NAME + 1)
-        complete = found is not None and found.end() < len(self._text)  # "=" may become "=="
+        keyword = _KEYWORD.match(self._text, 0, _MAX_NAME + 1)
+        complete = keyword is not None and keyword.end() < len(self._text)  # "=" may become "=="
         if not complete and self._incomplete(_KEYWORD_BEGINS):
             return False
         if self._text.lstrip()[:1] == ")":
@@ -84,15 +84,15 @@ class PythonicCallParser(TextSteps):
             self._take(self._text.index(")") + 1)
             self._end_call()
             self._step = self._separator
-        elif found is None or found.end() > _MAX_NAME:
+        elif keyword is None or keyword.end() > _MAX_NAME:
             if not self._name:
                 self._end_call()
             self._step = self._outside
         else:
             self._begin()
-            self._take(found.end())
+            self._take(keyword.end())
             separator = ", " if self._arguments else "{"
-            self._message.add_arguments(f"{separator}{json_text(found[1])}: ")
+            self._message.add_arguments(f"{separator}{json_text(keyword[1])}: ")
             self._arguments += 1
             self._expression = _Expression()
             self._step = self._value
@@ -103,7 +103,7 @@ class PythonicCallParser(TextSteps):
         if end < 0:
             if len(self._text) <= MAX_HELD:
                 return False
-            end = len(self._text)
+            end = len(self._text)  # too long: a string
         self._message.add_arguments(value_json(self._take(end)))
         if self._text[:1] == ",":
             self._take(1)
@@ -153,25 +153,26 @@ class _Expression:
         """
         while self._at < len(text):
             pattern = _IN_STRING[self._quote] if self._quote else _STRUCTURE
-            found = pattern.search(text, self._at)
-            if found is None:
+            mark = pattern.search(text, self._at)
+            if mark is None:
                 self._at = len(text)
                 return -1
-            self._at = found.end()
+            self._at = mark.end()
             if self._quote:
-                self._in_string(found[0])
-            elif found[0] in "\"'":
-                self._quote = found[0]
-            elif found[0] in "([{":
+                self._in_string(mark[0])
+            elif mark[0] in "\"'":
+                self._quote = mark[0]
+            elif mark[0] in "([{":
                 self._depth += 1
             elif not self._depth:
-                return found.start()
-            elif found[0] != ",":
+                return mark.start()
+            elif mark[0] != ",":
                 self._depth -= 1
         return -1
 
     def _in_string(self, char: str) -> None:
         if char == "\\":
+            # The escaped character may be still to come: the search begins behind it.
             self._at += 1
         else:
             self._quote = ""

@@ -35,6 +35,7 @@ class ReasoningShape(NamedTuple):
 
         ``prefill`` is the text at the end of the prompt that the answer continues, if any.
         """
+        # The end alone decides, and rstrip would copy a long prompt.
         end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
         if end.endswith(self.opens.rstrip(SPACE)):
             return True
@@ -61,19 +62,19 @@ class ContentParser:
 
 
 class ReasoningParser(TextSteps):
-    """Reasoning first, then all text goes to ``rest``.
+    """Reasoning first, then all text goes to ``parser``.
 
     The white space around the tags is dropped. With ``json_only`` a grammar makes the answer JSON:
     an engine that applies it from the first token leaves no room for reasoning, so an answer that
     begins with a bracket has none.
 
-    A tool call inside the reasoning goes to ``rest``, and so does all that follows, without the
+    A tool call inside the reasoning goes to ``parser``, and so does all that follows, without the
     second tag. ``probe`` finds out whether it is a call, or reasoning that mentions its marker.
     """
 
     __slots__ = (
         "_close", "_ends", "_inside", "_json_only", "_make_probe", "_marker", "_message", "_open",
-        "_probe", "_rest",
+        "_parser", "_probe",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +82,7 @@ class ReasoningParser(TextSteps):
         message: AnswerMessage,
         shape: ReasoningShape,
         inside: bool,
-        rest: AnswerParser,
+        parser: AnswerParser,
         json_only: bool = False,
         probe: Callable[[], CallProbe] | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class ReasoningParser(TextSteps):
         self._marker = ""
         self._inside = inside
         self._json_only = json_only
-        self._rest = rest
+        self._parser = parser
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
@@ -103,8 +104,8 @@ class ReasoningParser(TextSteps):
             self._message.add_reasoning(self._take_aside())
             self._message.add_reasoning(self._text)
         elif text := self._take_aside() + self._text:
-            self._rest.push(text)
-        self._rest.finish()
+            self._parser.push(text)
+        self._parser.finish()
 
     def _beginning(self) -> bool:
         self._put_space_aside()
@@ -158,6 +159,7 @@ class ReasoningParser(TextSteps):
         self._probe = None
         probed = self._take_aside()
         if probe.is_call:
+            # The probe filled a message of its own: the call is read again, from its marker.
             self._message.end_reasoning()
             self._text = probed + self._text
             self._step = self._unclosed
@@ -172,9 +174,9 @@ class ReasoningParser(TextSteps):
         """After a call in the reasoning: drop the tag that may still follow, outside calls."""
         count, marker = self._close.find(self._text)
         if count:
-            self._rest.push(self._take(count))
+            self._parser.push(self._take(count))
         if marker and self._message.in_call:
-            self._rest.push(self._take(len(marker)))
+            self._parser.push(self._take(len(marker)))
         elif marker:
             self._take(len(marker))
             self._step = self._gap
@@ -191,5 +193,5 @@ class ReasoningParser(TextSteps):
     def _after(self) -> bool:
         text, self._text = self._text, ""
         if text:
-            self._rest.push(text)
+            self._parser.push(text)
         return False

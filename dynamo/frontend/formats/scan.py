@@ -40,8 +40,9 @@ _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
 _NUMBER_BEGINS = re.compile(r"-?\d*(?:\.\d*)?(?:[eE][-+]?\d*)?")
 _MAX_SCALAR = 64
 _MAX_LITERAL = 8192
-_QUOTED = re.compile(r"""\s*(["'])([^"'<>=\r\n]+)\1""")
-_UNQUOTED = re.compile(r"""\s*["']?([^\s"'<>=]+)""")
+_QUOTED = re.compile(r"""\s*(["'])(?P<value>[^"'<>=\r\n]+)\1""")
+_UNQUOTED = re.compile(r"""\s*["']?(?P<value>[^\s"'<>=]+)""")
+_UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 def well_formed(text: str) -> str:
@@ -51,6 +52,7 @@ def well_formed(text: str) -> str:
     """
     if text.isascii():
         return text
+    # In UTF-16 two halves that belong together become one character, and a lone one is an error.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -83,14 +85,12 @@ def escaped(text: str) -> str:
 def value_json(text: str) -> str:
     """The value that ``text`` is in JSON or else in Python, as JSON; a string if it is neither."""
     text = text.strip()
-    try:
-        return json_text(_json_value(text))
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return json_text(_python_value(text))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return json_text(text)
+    for read in (_json_value, _python_value):
+        try:
+            return json_text(read(text))
+        except _UNREADABLE:
+            pass
+    return json_text(text)
 
 
 def text_or_value_json(text: str, schema: Any) -> str:
@@ -104,7 +104,7 @@ def text_or_value_json(text: str, schema: Any) -> str:
             # Python has other names for true and null, which are texts here.
             if _allows(schema, value) and (read is _json_value or isinstance(value, dict | list)):
                 return json_text(value)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        except _UNREADABLE:
             pass
     return json_text(text)
 
@@ -117,6 +117,7 @@ def begins_value(text: str, kinds: set[str]) -> bool | None:
     begun = text.strip()
     if begun[:1] in _BRACKETS:
         return _BRACKETS[begun[0]] in kinds
+    # Longer than any number or word: a text of digits is not held back to its end.
     if len(text) > _MAX_SCALAR:
         return False
     words = [word for word, kind in _WORDS.items() if kind in kinds]
@@ -129,10 +130,8 @@ def begins_value(text: str, kinds: set[str]) -> bool | None:
 def attribute_value(text: str) -> tuple[str, str] | None:
     """The value at the beginning of ``text``, in quotes or not, and what follows; None if there is
     none. A quote may be missing. O(characters)."""
-    if found := _QUOTED.match(text):
-        return found[2].strip(), text[found.end() :]
-    found = _UNQUOTED.match(text)
-    return None if found is None else (found[1], text[found.end() :])
+    match = _QUOTED.match(text) or _UNQUOTED.match(text)
+    return None if match is None else (match["value"].strip(), text[match.end() :])
 
 
 def is_text(schema: Any) -> bool:
@@ -147,21 +146,22 @@ def kinds_of(schema: Any) -> set[str]:
     """
     if not isinstance(schema, dict):
         return set()
-    kind = schema.get("type")
-    kinds = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    kinds = {kind for kind in types if isinstance(kind, str)}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not kinds and isinstance(values, list):
-        kinds = {_KINDS[type(each)] for each in values if type(each) in _KINDS}
-    for each in _alternatives(schema):
-        kinds |= kinds_of(each)
+        kinds = {_KINDS[type(value)] for value in values if type(value) in _KINDS}
+    for alternative in _alternatives(schema):
+        kinds |= kinds_of(alternative)
     if kinds and schema.get("nullable") is True:  # OpenAPI
         kinds.add("null")
     return kinds
 
 
 def _alternatives(schema: dict[str, Any]) -> list[Any]:
-    found = [schema.get(name) for name in ("anyOf", "oneOf")]
-    return [each for one in found if isinstance(one, list) for each in one]
+    lists = [schema.get(name) for name in ("anyOf", "oneOf")]
+    return [schema for schemas in lists if isinstance(schemas, list) for schema in schemas]
 
 
 def _allows(schema: Any, value: Any) -> bool:
@@ -171,9 +171,9 @@ def _allows(schema: Any, value: Any) -> bool:
         return False
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return any(type(each) is type(value) and each == value for each in values)
-    alternatives = _alternatives(schema)
-    if alternatives and any(_allows(each, value) for each in alternatives):
+        # In Python 1, 1.0 and True are equal.
+        return any(type(listed) is type(value) and listed == value for listed in values)
+    if any(_allows(alternative, value) for alternative in _alternatives(schema)):
         return True
     own = kinds_of({name: schema.get(name) for name in ("type", "nullable")})
     return kind in own or (kind == "integer" and "number" in own)
@@ -191,6 +191,7 @@ def _python_value(text: str) -> Any:
     """
     if len(text) > _MAX_LITERAL:
         raise ValueError(f"a literal of {len(text)} characters")
+    # Python's strings may have no line break either, which models write.
     if _CONTROL.search(text) is not None:
         text = StringEscapes(_IN_ANY_STRING).push(text)
     with warnings.catch_warnings():
@@ -223,14 +224,16 @@ class Markers:
 
         Without a marker it is "", and the characters are those before what may begin one.
         """
+        # Few pieces have the first character of a marker: "in" costs less than a search.
         for char in self._first:
             if char in text:
                 break
         else:
             return len(text), ""
-        found = self._find(text)
-        if found is not None:
-            return found.start(), found[0]
+        match = self._find(text)
+        if match is not None:
+            return match.start(), match[0]
+        # What may begin a marker is shorter than the longest one; the longest such end wins.
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if self.may_begin(text[start:]):
                 return start, ""
@@ -238,13 +241,13 @@ class Markers:
 
     def may_begin(self, text: str) -> bool:
         """Whether ``text`` is the beginning of a marker, not a whole one. True for ""."""
-        return any(each.startswith(text) and each != text for each in self.texts)
+        return any(marker.startswith(text) and marker != text for marker in self.texts)
 
     def leading(self, text: str) -> str:
         """The marker at the beginning of ``text``, or ""."""
-        for each in self.texts:
-            if text.startswith(each):
-                return each
+        for marker in self.texts:
+            if text.startswith(marker):
+                return marker
         return ""
 
 
@@ -279,8 +282,8 @@ class StringEscapes:
             text = text[1:]
         return first + self._marks.sub(self._replaced, text)
 
-    def _replaced(self, found: re.Match[str]) -> str:
-        mark = found[0]
+    def _replaced(self, match: re.Match[str]) -> str:
+        mark = match[0]
         if mark[0] == "\\":
             self._escaped = len(mark) == 1  # the text ends
             return mark if self._escaped else "\\" + self._after_backslash(mark[1])
@@ -293,6 +296,7 @@ class StringEscapes:
         return mark
 
     def _after_backslash(self, char: str) -> str:
+        # The model's own backslash begins the escape.
         return escaped(char)[1:] if char < " " and self.quote else char
 
 
@@ -330,27 +334,27 @@ class JsonSpan:
         if self._escaped:
             self._escaped = False
             return at + 1, False
-        found = _IN_STRING.search(text, at)
-        if found is None:
+        mark = _IN_STRING.search(text, at)
+        if mark is None:
             return -1, False
-        if found[0] == "\\":
+        if mark[0] == "\\":
             self._escaped = True
-            return found.end(), False
+            return mark.end(), False
         self._quoted = False
-        return found.end(), not self._depth
+        return mark.end(), not self._depth
 
     def _structure(self, text: str, at: int) -> tuple[int, bool]:
-        found = _STRUCTURE.search(text, at)
-        if found is None:
+        mark = _STRUCTURE.search(text, at)
+        if mark is None:
             return -1, False
-        char = found[0]
+        char = mark[0]
         if char == "<":
-            return found.start(), True
+            return mark.start(), True
         if char == '"':
             self._quoted = True
         else:
             self._depth += 1 if char in "{[" else -1
-        return found.end(), not self._quoted and not self._depth
+        return mark.end(), not self._quoted and not self._depth
 
 
 class TextSteps:

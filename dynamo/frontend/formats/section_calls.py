@@ -92,6 +92,7 @@ class SectionCallParser(CallSteps):
         end = self._text.find(shape.opens, 0, _MAX_HEADER + len(shape.opens) + 1)
         if end < 0 and len(self._text) <= _MAX_HEADER + len(shape.opens):
             return False
+        # DeepSeek V3 writes the type of the call, the separator, and then the name.
         before, _, name = self._text[: max(0, end)].rpartition(shape.before_name or "\n")
         name = call_id = name.strip()
         if shape.numbered:

@@ -95,6 +95,7 @@ class _Tags:
 
     def __init__(self, shape: XmlCallShape) -> None:
         functions = (shape.function[0],) if shape.function[0] else ()
+        # Both are one tag where a function has none of its own.
         closes = tuple(dict.fromkeys((shape.function[1], shape.call[1])))
         opens, ends = shape.parameter
         value_opens = (shape.value_opens,) if shape.value_opens else ()
@@ -129,17 +130,9 @@ class XmlCallParser(CallSteps):
     """
 
     __slots__ = (
-        "_kinds",
-        "_names",
-        "_parameters",
-        "_reads_text",
-        "_schema",
-        "_schemas",
-        "_shape",
-        "_strays",
-        "_tags",
-        "_types",
-    )
+        "_kinds", "_names", "_parameters", "_reads_text", "_schema", "_schemas", "_shape",
+        "_strays", "_tags", "_types",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -179,6 +172,7 @@ class XmlCallParser(CallSteps):
         elif self._step == self._text_value:
             self._message.add_arguments('"')
         elif self._step in (self._before_value, self._value):
+            # The first quote of a text was written with the name.
             self._message.add_arguments('"' if self._reads_text else '""')
         self._end_call()
         self._step = self._outside
@@ -199,9 +193,9 @@ class XmlCallParser(CallSteps):
             return True
         if self._tags.function.may_begin(self._text):
             return False
-        found = self._tags.function.leading(self._text)
-        self._put_aside(len(found))
-        self._step = self._name if found else self._outside
+        marker = self._tags.function.leading(self._text)
+        self._put_aside(len(marker))
+        self._step = self._name if marker else self._outside
         return True
 
     def _name(self) -> bool:
@@ -209,12 +203,12 @@ class XmlCallParser(CallSteps):
         end = self._text.find(">")
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
-        named = self._named(self._text[:end]) if 0 <= end <= _MAX_NAME else None
-        if named is None or not _may_be_name(named[0], self._schemas):
+        tag = self._named(self._text[:end]) if 0 <= end <= _MAX_NAME else None
+        if tag is None or not _may_be_name(tag[0], self._schemas):
             self._step = self._outside
             return True
         self._take(end + 1)
-        self._begin(named[0])
+        self._begin(tag[0])
         return True
 
     def _named(self, text: str) -> tuple[str, str] | None:
@@ -265,6 +259,7 @@ class XmlCallParser(CallSteps):
             self._step = self._outside
         elif marker:
             self._end_call()
+            # The end of the call is left to the next step, which expects it behind the function.
             self._take(len(marker) if marker == self._shape.function[1] else 0)
             self._end_stray()
             self._step = self._after
@@ -291,20 +286,21 @@ class XmlCallParser(CallSteps):
     def _parameter(self) -> bool:
         """After ``<parameter=``."""
         count, marker = self._tags.name_end.find(self._text)
+        # With room for a whole tag, the longest name is read alike however the text is cut.
         if not marker and len(self._text) <= _MAX_NAME + len(self._shape.function[1]):
             return False
-        named = self._named(self._text[:count]) if count <= _MAX_NAME else None
+        tag = self._named(self._text[:count]) if count <= _MAX_NAME else None
         if (
             marker not in (self._shape.name_ends, self._shape.value_opens)
-            or named is None
-            or not _may_be_name(named[0], self._types)
+            or tag is None
+            or not _may_be_name(tag[0], self._types)
         ):
             if marker == self._shape.name_ends:
                 self._take(count + len(marker))
             self._step = self._stray
             return True
         self._take(count + (len(marker) if marker == self._shape.name_ends else 0))
-        name, attributes = named
+        name, attributes = tag
         self._names.add(name)
         typed = _TYPED.search(attributes) if self._shape.token else None
         schema = None if typed is not None else self._types.get(name)
@@ -377,10 +373,10 @@ class XmlCallParser(CallSteps):
         count, marker = self._tags.name_end.find(text)
         if not marker:
             return None if len(text) <= _MAX_NAME and not self._final else False
-        named = self._named(text[:count])
-        if marker not in (self._shape.name_ends, self._shape.value_opens) or named is None:
+        tag = self._named(text[:count])
+        if marker not in (self._shape.name_ends, self._shape.value_opens) or tag is None:
             return False
-        name = named[0]
+        name = tag[0]
         is_parameter = name in self._types if self._types else _may_be_name(name)
         return is_parameter and name not in self._names
 
@@ -388,15 +384,12 @@ class XmlCallParser(CallSteps):
         """At the beginning of a value that may be a text: find out whether it can be another."""
         count, marker = self._tags.value_end.find(self._text)
         self._put_aside(count)
-        if marker:
+        is_json = bool(marker) or begins_value("".join(self._aside), self._kinds)
+        if is_json:
             self._step = self._json_value
-            return True
-        other = begins_value("".join(self._aside), self._kinds)
-        if other:
-            self._step = self._json_value
-        elif other is not None:
+        elif is_json is not None:
             self._begin_text()
-        return other is not None
+        return is_json is not None
 
     def _json_value(self) -> bool:
         count, marker = self._tags.value_end.find(self._text)
@@ -411,10 +404,8 @@ class XmlCallParser(CallSteps):
         return True
 
     def _end_json(self, text: str) -> None:
-        if self._schema is None:
-            self._message.add_arguments(value_json(text))
-            return
-        self._message.add_arguments(text_or_value_json(text, self._schema))
+        value = value_json(text) if self._schema is None else text_or_value_json(text, self._schema)
+        self._message.add_arguments(value)
 
     def _begin_text(self) -> None:
         """The value put aside is the beginning of a text."""
@@ -435,6 +426,6 @@ class XmlCallParser(CallSteps):
         return True
 
 
-def _may_be_name(name: str, known: Collection[str] = ()) -> bool:
-    """Return whether ``name`` has no white space and no tag, unless it is one of ``known``."""
-    return name in known or not (set("<> \t\r\n") & set(name))
+def _may_be_name(name: str, names: Collection[str] = ()) -> bool:
+    """Return whether ``name`` has no white space and no tag, unless it is one of ``names``."""
+    return name in names or not (set("<> \t\r\n") & set(name))
