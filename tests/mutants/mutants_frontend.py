@@ -154,8 +154,8 @@ FRONTEND = (
     Mutant(
         "stop-token-before-the-minimum",
         "dynamo.frontend.answer.choice",
-        "if token_id in rules.stop_ids and self.tokens + place >= rules.min_tokens:",
-        "if token_id in rules.stop_ids and place >= rules.min_tokens:",
+        "if token_id in rules.stop_ids and self.tokens + index >= rules.min_tokens:",
+        "if token_id in rules.stop_ids and index >= rules.min_tokens:",
         (
             "unit/frontend/test_generation.py::test_a_stop_token_behind_the_minimum_ends_the_text_however_it_arrives",
         ),
@@ -179,8 +179,8 @@ FRONTEND = (
     Mutant(
         "usage-counts-the-tokens-of-the-first-worker-twice",
         "dynamo.frontend.answer.generation",
-        "found = max(reported.prompt_tokens - choice.prompt_output, 0) or own",
-        "found = reported.prompt_tokens or own",
+        "prompt_tokens = max(reported.prompt_tokens - choice.prompt_output, 0) or own",
+        "prompt_tokens = reported.prompt_tokens or own",
         ("unit/frontend/test_migration.py::test_usage_is_that_of_the_client_s_prompt",),
     ),
     Mutant(
@@ -207,8 +207,8 @@ FRONTEND = (
     Mutant(
         "token-id-of-the-vocabulary-size",
         "dynamo.frontend.prompt.preprocessor",
-        "if max(given) >= self.tokenizer.vocab_size:",
-        "if max(given) > self.tokenizer.vocab_size:",
+        "if max(ids) >= self.tokenizer.vocab_size:",
+        "if max(ids) > self.tokenizer.vocab_size:",
         ("unit/frontend/test_preprocessor.py::test_ids_outside_the_vocabulary_are_refused",),
     ),
     Mutant(

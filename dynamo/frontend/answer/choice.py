@@ -63,9 +63,9 @@ class StopStrings:
         while True:
             if edges[state] == code:
                 return state + 1
-            found = branches.get((state, code))
-            if found is not None:
-                return found
+            successor = branches.get((state, code))
+            if successor is not None:
+                return successor
             if not state:
                 return 0
             state = self._fails[state]
@@ -74,22 +74,24 @@ class StopStrings:
         state = depth = 0
         edges, branches = self._edges, self._branches
         codes = array("I", map(ord, string))
+        # Share the states of the longest beginning that other stop strings have, too.
         for code in codes:
-            known = state + 1 if edges[state] == code else branches.get((state, code))
-            if known is None:
+            successor = state + 1 if edges[state] == code else branches.get((state, code))
+            if successor is None:
                 break
-            state, depth = known, depth + 1
-        rest = codes[depth:]
-        if rest:
+            state, depth = successor, depth + 1
+        tail = codes[depth:]
+        if tail:
             head = len(edges)
+            # An edge leads to the next number, so only from the newest state; others branch.
             if head == state + 1:
-                edges[state] = rest[0]
+                edges[state] = tail[0]
             else:
-                branches[state, rest[0]] = head
-            edges.extend(rest[1:])
+                branches[state, tail[0]] = head
+            edges.extend(tail[1:])
             edges.append(_NO_EDGE)
             self.depths.extend(range(depth + 1, len(codes) + 1))
-            self.hits.frombytes(bytes(2 * len(rest)))
+            self.hits.frombytes(bytes(2 * len(tail)))
             state = len(edges) - 1
         self.hits[state] = hit
 
@@ -133,24 +135,21 @@ class StopMatcher:
         for end, char in enumerate(text, 1):
             state = step(state, ord(char))
             if hits[state]:
-                return self._found(text[:end], stops.strings[hits[state] - 1])
+                hit = self.hit = stops.strings[hits[state] - 1]
+                text, self._held = self._held + text[:end], ""
+                return text if self._include else text[: len(text) - len(hit)]
         self._state = state
         text = self._held + text
         # The last ``depths`` characters may begin a stop string, none before them can.
-        shown = len(text) - stops.depths[state]
-        self._held = text[shown:]
-        return text[:shown]
+        safe = len(text) - stops.depths[state]
+        self._held = text[safe:]
+        return text[:safe]
 
     def finish(self) -> str:
         """Return the text held back, at the end of the stream."""
-        held, self._held = self._held, ""
+        text, self._held = self._held, ""
         self._state = 0
-        return held
-
-    def _found(self, text: str, hit: str) -> str:
-        text = self._held + text
-        self.hit, self._held = hit, ""
-        return text if self._include else text[: len(text) - len(hit)]
+        return text
 
 
 class ChoiceRules:
@@ -182,19 +181,9 @@ class Choice:
     """
 
     __slots__ = (
-        "_detokenizer",
-        "_one_by_one",
-        "_rules",
-        "_stops",
-        "finish_reason",
-        "logprobs",
-        "pending",
-        "prompt_output",
-        "stop_ids",
-        "stop_reason",
-        "tokens",
-        "usage",
-    )
+        "_detokenizer", "_one_by_one", "_rules", "_stops", "finish_reason", "logprobs",
+        "pending", "prompt_output", "stop_ids", "stop_reason", "tokens", "usage",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -206,11 +195,10 @@ class Choice:
         self._rules = rules
         self.stop_ids = rules.stop_ids
         self._stops: StopMatcher | None = None
-        self._one_by_one = False
+        # The counts end with the token that completes a stop string, not with its output.
+        self._one_by_one = rules.strings is not None
         if rules.strings is not None:
             self._stops = StopMatcher(rules.strings, rules.include_stop)
-            # The counts end with the token that completes a stop string, not with its output.
-            self._one_by_one = True
         self.logprobs = logprobs
         self.pending: list[str] = []
         self.tokens = 0
@@ -226,23 +214,24 @@ class Choice:
         """
         if self.finish_reason is not None:
             return True
-        shown, reason = output.token_ids, output.finish_reason
+        ids, reason = output.token_ids, output.finish_reason
         if reason is not None and reason.startswith(_ERROR):
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
-        count = len(shown)
+        count = len(ids)
         if count > 1 and self._one_by_one and output.text is None:
             return any(map(self.push, _single_tokens(output)))
         stop_id: int | None = None
-        if self.stop_ids and not self.stop_ids.isdisjoint(shown):
-            shown, count, stop_id = self._cut(shown)
+        # isdisjoint runs in C: an output without a stop id, as most are, costs no loop.
+        if self.stop_ids and not self.stop_ids.isdisjoint(ids):
+            ids, count, stop_id = self._cut(ids)
             reason = reason if stop_id is None else _STOP
         self.tokens += count
-        text = output.text if output.text is not None else self._detokenizer.push(shown)
+        text = output.text if output.text is not None else self._detokenizer.push(ids)
         self.usage = output.completion_usage or self.usage
         if self.logprobs is not None:
             self.logprobs.add(output, count)
         if self._stops is not None:
-            text = self._match(text)
+            text = self._match(self._stops, text)
         if text:
             self.pending.append(text)
         if reason is None or self.finish_reason is not None:  # a stop string found wins
@@ -252,9 +241,8 @@ class Choice:
             if stop_id is None
             else (None if stop_id in self._rules.eos_ids else stop_id)
         )
-        if self._stops is not None:
-            self._release()
-        self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
+        self._release()
+        self.finish_reason = _FINISH_REASONS.get(reason, reason)
         return True
 
     def plain_texts(self) -> list[str | None] | None:
@@ -290,16 +278,15 @@ class Choice:
     def _cut(self, ids: list[int]) -> tuple[list[int], int, int | None]:
         """Ids to show, how many count, and the stop id, when ``ids`` may hold one."""
         rules = self._rules
-        for place, token_id in enumerate(ids):
-            if token_id in rules.stop_ids and self.tokens + place >= rules.min_tokens:
-                return ids[: place + rules.include_stop], place + 1, token_id
+        for index, token_id in enumerate(ids):
+            if token_id in rules.stop_ids and self.tokens + index >= rules.min_tokens:
+                return ids[: index + rules.include_stop], index + 1, token_id
         return ids, len(ids), None
 
-    def _match(self, text: str) -> str:
+    def _match(self, stops: StopMatcher, text: str) -> str:
         """The part of ``text`` that can be shown now, up to a stop string."""
-        stops = self._stops
         # Text of the first ``min_tokens`` is never searched, not even later: it is shown already.
-        if stops is None or self.tokens <= self._rules.min_tokens:
+        if self.tokens <= self._rules.min_tokens:
             return text
         text = stops.push(text)
         if stops.hit is not None:
@@ -309,8 +296,7 @@ class Choice:
 
     def _release(self) -> None:
         """Show the beginning of a stop string that was held back."""
-        text = "" if self._stops is None or self._stops.hit is not None else self._stops.finish()
-        if text:
+        if self._stops is not None and (text := self._stops.finish()):
             self.pending.append(text)
 
 
@@ -318,13 +304,14 @@ def _single_tokens(output: EngineOutput) -> Iterator[EngineOutput]:
     """The same as several outputs of one token; the last has the reason of the end."""
     logprobs, top = output.log_probs or (), output.top_logprobs or ()
     last = len(output.token_ids) - 1
-    for place, token_id in enumerate(output.token_ids):
+    for index, token_id in enumerate(output.token_ids):
         yield EngineOutput(
             token_ids=[token_id],
-            log_probs=list(logprobs[place : place + 1]),
-            top_logprobs=list(top[place : place + 1]),
-            finish_reason=output.finish_reason if place == last else None,
-            stop_reason=output.stop_reason if place == last else None,
+            log_probs=list(logprobs[index : index + 1]),
+            top_logprobs=list(top[index : index + 1]),
+            finish_reason=output.finish_reason if index == last else None,
+            stop_reason=output.stop_reason if index == last else None,
             completion_usage=output.completion_usage,
-            extra_args=None if place else output.extra_args,
+            # Facts of the prompt come once, with its first token.
+            extra_args=None if index else output.extra_args,
         )

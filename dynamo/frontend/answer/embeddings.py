@@ -25,15 +25,9 @@ class EmbeddingsAnswer:
     """The vectors of ``inputs`` inputs with ``prompt_tokens`` tokens; its own only choice."""
 
     __slots__ = (
-        "_as_base64",
-        "_inputs",
-        "_model",
-        "_output",
-        "_prompt_tokens",
-        "final_usage",
-        "streams",
-        "worker_id",
-    )
+        "_as_base64", "_inputs", "_model", "_output", "_prompt_tokens", "final_usage",
+        "streams", "worker_id",
+    )  # fmt: skip
 
     def __init__(self, model: str, inputs: int, prompt_tokens: int, as_base64: bool) -> None:
         self.streams = False
@@ -68,7 +62,9 @@ class EmbeddingsAnswer:
             raise EngineFailure(
                 f"expected one output with {self._inputs} embeddings, got {len(output.embeddings)}"
             )
-        if any(isinstance(each, bytes) and len(each) % _FLOAT32 for each in output.embeddings):
+        if any(
+            isinstance(vector, bytes) and len(vector) % _FLOAT32 for vector in output.embeddings
+        ):
             raise EngineFailure("an embedding is not made of 4-byte numbers")
         self._output = output
 
@@ -110,13 +106,13 @@ class EmbeddingsAnswer:
         """Yield the body in pieces of some ``_PIECE`` numbers."""
         output = self._output
         assert output is not None, "a request without an output has failed"
-        show = _base64 if self._as_base64 else _numbers
+        convert = _base64 if self._as_base64 else _numbers
         parts, numbers = [b'{"object":"list","data":['], 0
         for index, vector in enumerate(output.embeddings):
-            shown = orjson.dumps(show(vector))
+            text = orjson.dumps(convert(vector))
             comma = b"," if index else b""
             parts.append(b'%b{"object":"embedding","index":%d,"embedding":' % (comma, index))
-            parts += (shown, b"}")
+            parts += (text, b"}")
             numbers += _size(vector)
             if numbers >= _PIECE:
                 yield b"".join(parts)

@@ -129,6 +129,7 @@ class ParsedChatStream(ChatStream):
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)
+        # Log probabilities and finish_reason are of all chunks: the first and the last has them.
         *earlier, last = message.deltas() or [{}]
         chunks = b""
         for delta in earlier:
@@ -249,8 +250,8 @@ class CountingChoice(ParsedChoice):
 
     __slots__ = ("_answering", "_before", "_entries", "_undecided")
 
-    def __init__(self, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._before = 0
         self._undecided: list[dict[str, Any]] = []
         self._entries: dict[int, list[dict[str, Any]]] = {}
@@ -308,6 +309,7 @@ class CountingChoice(ParsedChoice):
             super().count(ids)
             self._note()
             return
+        # The caller has added all texts; one by one they show at which token the answer begins.
         self.pending.clear()
         for token_id in ids:
             if text := texts[token_id]:
@@ -320,5 +322,6 @@ class CountingChoice(ParsedChoice):
             self._answering = self.message.answering
             if not self._answering:
                 self._before = self.tokens
+            # From here on no token has to be looked at alone.
             elif self._stops is None and self.logprobs is None:
                 self._one_by_one = False

@@ -106,8 +106,6 @@ class GenerationStream(ABC):
         self.worker_id: dict[str, Any] | None = None
         self.timing: Callable[[], dict[str, Any]] | None = None
 
-    # --- from the engines
-
     # --- streaming
 
     def opening(self) -> bytes:
@@ -121,17 +119,18 @@ class GenerationStream(ABC):
             "token_ids": lambda: json_bytes(first.token_ids.tolist()).decode(),
             "formatted_prompt": lambda: first.text,
         }
-        found = [(name, values[name]()) for name in annotations if name in values]
-        return b"".join(annotation(name, value) for name, value in found if value is not None)
+        events = [(name, values[name]()) for name in annotations if name in values]
+        return b"".join(annotation(name, value) for name, value in events if value is not None)
 
     def flush(self) -> bytes:
         """SSE bytes of everything pushed since the last time, mostly one chunk a choice."""
         if self._only_writer is not None:
             return self._chunk(self.choices[0], self._only_writer)
         writers = self._writers or self._start_writers()
+        # With the usage so far each tail differs: no shortcut over the only writer then.
         if self._usage_so_far:
-            for place, writer in enumerate(writers):
-                writer.set_usage(b',"usage":' + self._choice_usage(place).to_json())
+            for index, writer in enumerate(writers):
+                writer.set_usage(b',"usage":' + self._choice_usage(index).to_json())
         elif len(writers) == 1:
             self._only_writer = writers[0]
         return b"".join(map(self._chunk, self.choices, writers))
@@ -196,49 +195,49 @@ class GenerationStream(ABC):
         choices, n = self.choices, self._prepared.n
         if len(choices) == 1:
             return self._choice_usage(0)
-        prompt_tokens = completion_tokens = 0
+        prompt_tokens = 0
         cached_tokens: int | None = None
-        for place in range(0, len(choices), n):
-            counts = self._choice_usage(place)
+        # The choices of a prompt are neighbours: its tokens count once, with the first of them.
+        for index in range(0, len(choices), n):
+            counts = self._choice_usage(index)
             prompt_tokens += counts.prompt_tokens
             if counts.cached_tokens is not None:
                 cached_tokens = (cached_tokens or 0) + counts.cached_tokens
-        for choice in choices:
-            completion_tokens += choice.tokens
-        return Usage(prompt_tokens, completion_tokens, cached_tokens)
+        return Usage(prompt_tokens, sum([choice.tokens for choice in choices]), cached_tokens)
 
     # --- private
 
-    def _choice_usage(self, place: int) -> Usage:
+    def _choice_usage(self, index: int) -> Usage:
         """The tokens so far of one choice and its prompt, as its engine counts those of the prompt,
         else as we do."""
-        prepared, choice = self._prepared, self.choices[place]
-        reported, own = choice.usage, len(prepared.prompts[place // prepared.n].token_ids)
+        prepared, choice = self._prepared, self.choices[index]
+        reported, own = choice.usage, len(prepared.prompts[index // prepared.n].token_ids)
         if reported is None:
             return Usage(own, choice.tokens, None)
-        found = max(reported.prompt_tokens - choice.prompt_output, 0) or own
+        prompt_tokens = max(reported.prompt_tokens - choice.prompt_output, 0) or own
         details = reported.prompt_tokens_details
         cached = None if details is None else details.cached_tokens
         if cached is not None and choice.prompt_output:
-            cached = min(cached, found)
-        return Usage(found, choice.tokens, cached)
+            # The engine may have cached tokens that an earlier worker generated, too.
+            cached = min(cached, prompt_tokens)
+        return Usage(prompt_tokens, choice.tokens, cached)
 
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
         collectors = self._collectors(request, prepared, tokenizer)
-        if prepared.requests[0].output_options.prompt_logprobs is not None:
-            collectors = collect_prompt_logprobs(prepared, tokenizer, collectors)
+        alternatives = prepared.requests[0].output_options.prompt_logprobs
+        if alternatives is not None:
+            collectors = collect_prompt_logprobs(prepared, tokenizer, collectors, alternatives)
         if prepared.images is not None:
             collectors = collect_image_tokens(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)
-        found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
-        choices = []
-        for collector in found:
-            choices.append(self._make_choice(prepared, tokenizer, rules, collector))
-        return choices
+        return [
+            self._make_choice(prepared, tokenizer, rules, collector)
+            for collector in collectors or (None,) * len(prepared.requests)
+        ]
 
     def _make_choice(
         self,
@@ -293,28 +292,28 @@ class GenerationStream(ABC):
         first, finished = not writer.started, choice.finish_reason is not None
         writer.finished = finished
         if self._extra and (first or finished):
-            last = all(each.finished for each in self._writers)
+            last = all(chunks.finished for chunks in self._writers)
             nvext = self._nvext(choice, first=first, last=last)
         return logprobs, nvext
 
     def _start_writers(self) -> list[ChoiceChunks]:
         head = self._stream_head()
         null = b',"usage":null' if self._with_usage else b""
-        self._writers = [self._chunks(head, each, null) for each in range(len(self.choices))]
+        self._writers = [self._chunks(head, index, null) for index in range(len(self.choices))]
         return self._writers
 
     def _stream_head(self) -> bytes:
         return stream_head(self._chunks.kind, self._response_id, self._created, self._model)
 
     def _nvext(self, choice: Choice, *, first: bool, last: bool) -> dict[str, Any] | None:
-        shown: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         if first and "worker_id" in self._extra and self.worker_id is not None:
-            shown["worker_id"] = self.worker_id
+            members["worker_id"] = self.worker_id
         if last and "timing" in self._extra and self.timing is not None:
-            shown["timing"] = self.timing()
+            members["timing"] = self.timing()
         if choice.stop_reason is not None and "stop_reason" in self._extra:
-            shown["stop_reason"] = choice.stop_reason
-        return shown or None
+            members["stop_reason"] = choice.stop_reason
+        return members or None
 
 
 class ChatStream(GenerationStream):

@@ -57,9 +57,9 @@ class PromptLogprobs:
     def add(self, output: EngineOutput, count: int) -> None:
         """Add ``output``. Raises EngineFailure for values that are not log probabilities."""
         if output.extra_args is not None and self._rows is None:
-            given = output.extra_args.get(_KEY)
-            if given is not None:
-                rows = self._rows = _rows(given)
+            entries = output.extra_args.get(_KEY)
+            if entries is not None:
+                rows = self._rows = _rows(entries)
                 if isinstance(self._inner, CompletionLogprobs):
                     self._inner.set_echoed(list(map(_probabilities, rows)))
         if self._inner is not None:
@@ -76,20 +76,22 @@ class PromptLogprobs:
             return None
         text = self._tokenizer.token_text
         return [
-            None if row is None else dict(_shown(text, each) for each in row) for row in self._rows
+            None if row is None else dict(_shown(text, token) for token in row)
+            for row in self._rows
         ]
 
 
 def collect_prompt_logprobs(
-    prepared: Prepared, tokenizer: Tokenizer, collectors: Sequence[LogprobsCollector]
+    prepared: Prepared,
+    tokenizer: Tokenizer,
+    collectors: Sequence[LogprobsCollector],
+    alternatives: int,
 ) -> Sequence[LogprobsCollector]:
-    """Wrap ``collectors``, one for each choice or none, if the engine is asked for the prompt's.
+    """Wrap ``collectors``, one for each choice or none, to collect those of the prompt, too.
 
     Raises InvalidArgument for more entries than an answer may have.
     """
-    alternatives = prepared.requests[0].output_options.prompt_logprobs
-    if alternatives is None:
-        return collectors
+    # Each choice lists each token of its prompt, and its alternatives.
     entries = prepared.n * prepared.prompt_tokens * (alternatives + 1)
     if entries > MAX_PROMPT_LOGPROBS:
         raise InvalidArgument(
@@ -97,28 +99,25 @@ def collect_prompt_logprobs(
             f"{MAX_PROMPT_LOGPROBS} tokens and alternatives of prompts in all choices, got "
             f"{entries}; send a shorter prompt or a smaller number"
         )
-    found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
-    return [PromptLogprobs(tokenizer, each) for each in found]
+    inners: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
+    return [PromptLogprobs(tokenizer, inner) for inner in inners]
 
 
-def _rows(given: Any) -> _Rows:
+def _rows(value: Any) -> _Rows:
     try:
-        return msgspec.convert(given, _Rows)
+        return msgspec.convert(value, _Rows)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise EngineFailure(f"{_KEY} are invalid: {shorten(error, 200)}") from None
 
 
 def _probabilities(row: list[PromptLogprob] | None) -> list[tuple[int, float]]:
-    return [] if row is None else [(each.token_id, each.logprob) for each in row]
+    return [] if row is None else [(token.token_id, token.logprob) for token in row]
 
 
-def _shown(text: Callable[[int], str], one: PromptLogprob) -> tuple[str, dict[str, Any]]:
-    entry = {
-        "logprob": finite(one.logprob),
-        "rank": one.rank,
-        "decoded_token": text(one.token_id),
-    }
-    return str(one.token_id), entry
+def _shown(text: Callable[[int], str], token: PromptLogprob) -> tuple[str, dict[str, Any]]:
+    decoded = text(token.token_id)
+    entry = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": decoded}
+    return str(token.token_id), entry
 
 
 class LogprobsCollector(Protocol):
@@ -144,8 +143,8 @@ class ChatLogprobs:
         for token_id, logprob, top in _tokens(output, count):
             entry = _entry(self._tokenizer, token_id, logprob)
             entry["top_logprobs"] = [
-                _entry(self._tokenizer, each.get("token_id"), each["logprob"], each.get("token"))
-                for each in top[: self._alternatives]
+                _entry(self._tokenizer, token.get("token_id"), token["logprob"], token.get("token"))
+                for token in top[: self._alternatives]
             ]
             self._entries.append(entry)
 
@@ -191,22 +190,23 @@ class CompletionLogprobs:
     def set_echoed(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         """Set the log probabilities of the echoed tokens: for each (id, log probability) of the
         token itself and of the most likely ones, or nothing."""
-        for place, (echoed, row) in enumerate(zip(self._rows, rows, strict=False)):
+        for index, (echoed, row) in enumerate(zip(self._rows, rows, strict=False)):
             if row:
                 text = self._tokenizer.token_text
-                top = {text(each): finite(logprob) for each, logprob in row}
+                top = {text(token_id): finite(logprob) for token_id, logprob in row}
                 logprob = finite(row[0][1])
-                self._rows[place] = echoed._replace(logprob=logprob, top=top)
+                self._rows[index] = echoed._replace(logprob=logprob, top=top)
 
     def add(self, output: EngineOutput, count: int) -> None:
         """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
             token = self._tokenizer.token_parts(token_id)[0]
-            named = {
-                _name(self._tokenizer, each): finite(each["logprob"])
-                for each in top[: self._alternatives]
+            others = {
+                _name(self._tokenizer, alternative): finite(alternative["logprob"])
+                for alternative in top[: self._alternatives]
             }
-            self._rows.append(CompletionToken(token, finite(logprob), named or None, self._offset))
+            self._rows.append(CompletionToken(token, finite(logprob), others or None, self._offset))
+            # A part of a character adds nothing: the offset moves with its last token.
             self._offset += len(self._detokenizer.push((token_id,)))
 
     def drain(self) -> dict[str, Any] | None:
@@ -230,8 +230,8 @@ def _tokens(
     ids, logprobs = output.token_ids[:count], output.log_probs or []
     top: list[list[dict[str, Any]]] = output.top_logprobs or []
     return [
-        (token_id, logprobs[place], top[place] if place < len(top) else ())
-        for place, token_id in enumerate(ids[: len(logprobs)])
+        (token_id, logprobs[index], top[index] if index < len(top) else ())
+        for index, token_id in enumerate(ids[: len(logprobs)])
     ]
 
 
@@ -242,15 +242,15 @@ def _entry(
     token, raw = tokenizer.token_parts(token_id) if token_id is not None else ("", None)
     if isinstance(name, str):
         token = name
-    shown = list(token.encode()) if raw is None else raw
-    return {"token": token, "logprob": finite(logprob), "bytes": shown}
+    raw = list(token.encode()) if raw is None else raw
+    return {"token": token, "logprob": finite(logprob), "bytes": raw}
 
 
-def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
-    token = given.get("token")
+def _name(tokenizer: Tokenizer, alternative: Mapping[str, Any]) -> str:
+    token = alternative.get("token")
     if isinstance(token, str):
         return token
-    token_id = given.get("token_id")
+    token_id = alternative.get("token_id")
     return tokenizer.token_parts(token_id)[0] if token_id is not None else ""
 
 
@@ -267,9 +267,9 @@ class ImageTokens:
 
     def add(self, output: EngineOutput, count: int) -> None:
         """Add ``output``."""
-        given = None if output.extra_args is None else output.extra_args.get(_ECHO_KEY)
-        if given is not None:
-            self._learn(given)
+        id_lists = None if output.extra_args is None else output.extra_args.get(_ECHO_KEY)
+        if id_lists is not None:
+            self._learn(id_lists)
         if self._inner is not None:
             self._inner.add(output, count)
 
@@ -277,16 +277,17 @@ class ImageTokens:
         """Return the entries of ``inner`` since the last call."""
         return None if self._inner is None else self._inner.drain()
 
-    def _learn(self, given: Any) -> None:
+    def _learn(self, id_lists: Any) -> None:
         images = self._prepared.images
         assert images is not None, "collect_image_tokens is for requests with images"
         try:
-            found = [_ids(each) for each in given]
+            # They only make routing better: the answer goes on without them.
+            expansions = list(map(_ids, id_lists))
         except (TypeError, ValueError, OverflowError) as error:
             log.warning("ignoring %s of an engine: %s", _ECHO_KEY, error)
             return
-        if len(found) == len(images.hashes):
-            for image_hash, ids in zip(images.hashes, found, strict=True):
+        if len(expansions) == len(images.hashes):
+            for image_hash, ids in zip(images.hashes, expansions, strict=True):
                 images.expansions.put(image_hash, ids)
 
 
@@ -294,15 +295,15 @@ def collect_image_tokens(
     prepared: Prepared, collectors: Sequence[LogprobsCollector]
 ) -> Sequence[LogprobsCollector]:
     """Wrap ``collectors``, one for each choice or none, for a prompt with images."""
-    found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
-    return [ImageTokens(prepared, each) for each in found]
+    inners: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
+    return [ImageTokens(prepared, inner) for inner in inners]
 
 
-def _ids(given: Any) -> Tokens:
+def _ids(ids: Any) -> Tokens:
     """Raise TypeError or OverflowError for a value that is no list of ids."""
-    if not isinstance(given, array | list):
-        raise TypeError(f"expected token ids, got {type(given).__name__}")
-    return tokens(given)
+    if not isinstance(ids, array | list):
+        raise TypeError(f"expected token ids, got {type(ids).__name__}")
+    return tokens(ids)
 
 
 class EchoedPrompt(NamedTuple):
@@ -321,7 +322,8 @@ def echoed_prompts(
     """
     n, prompts = prepared.n, prepared.prompts
     texts = [
-        tokenizer.decode(each.token_ids) if each.text is None else each.text for each in prompts
+        tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        for prompt in prompts
     ]
     characters = n * sum(map(len, texts))
     if characters > MAX_ECHOED_CHARACTERS:
@@ -338,8 +340,8 @@ def echoed_prompts(
             f"tokens in all choices, got {count}; leave 'echo' out or send a shorter prompt"
         )
     return [
-        EchoedPrompt(text, _echo_rows(tokenizer, each.token_ids, text))
-        for each, text in zip(prompts, texts, strict=True)
+        EchoedPrompt(text, _echo_rows(tokenizer, prompt.token_ids, text))
+        for prompt, text in zip(prompts, texts, strict=True)
     ]
 
 

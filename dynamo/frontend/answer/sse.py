@@ -23,6 +23,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable",
 }
+# Their texts are made for clients; those of other faults may name what is inside.
 _VERBATIM = frozenset(
     ("overloaded", "no_instances", "unavailable", "migration_exhausted", "workers_lost")
 )
@@ -146,6 +147,7 @@ class MessageChunks(ChatChunks):
         """Any chunk; the first of a choice names the role."""
         if not self.started:
             self.started = True
+            # As in OpenAI's first chunk, the content is null beside a call, and else a text.
             delta = {"role": "assistant", "content": None if delta else "", **delta}
         opening = b'"delta":' + json_bytes(delta)
         return self._assemble(opening, logprobs, finish_reason, nvext)

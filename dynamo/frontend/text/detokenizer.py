@@ -58,7 +58,7 @@ class TableDetokenizer:
                         return text
                 else:
                     # A token that cuts a character is None, which join refuses.
-                    return "".join([texts[each] for each in ids])  # type: ignore[misc]
+                    return "".join([texts[token_id] for token_id in ids])  # type: ignore[misc]
             except (IndexError, TypeError):
                 pass  # an unknown id or a cut character: decode the bytes
         return self._push_bytes(ids)
@@ -69,9 +69,10 @@ class TableDetokenizer:
             decoder = self._decoder = _new_decoder("replace")
         piece, skip = self._table.piece, self._skip
         complete = []
-        for each in ids:
-            if each not in skip:
-                self._held += decoder.decode(piece(each))
+        for token_id in ids:
+            if token_id not in skip:
+                self._held += decoder.decode(piece(token_id))
+                # A broken character is shown only once more text follows it.
                 if not decoder.getstate()[0] and not self._held.endswith("\ufffd"):
                     complete.append(self._held)
                     self._held = ""
@@ -103,13 +104,13 @@ class PrefixDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """Add ``ids``, return the characters that are complete now."""
         # One by one: a window of several ids could end inside a character after good text.
-        return "".join([self._push(each) for each in ids if each not in self._skip])
+        return "".join([self._push(token_id) for token_id in ids if token_id not in self._skip])
 
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
         before, text = self._texts()
-        held = len(self._ids) - self._read
-        if text.endswith("\ufffd") and held <= _MAX_HELD_TOKENS:
+        count = len(self._ids) - self._read
+        if text.endswith("\ufffd") and count <= _MAX_HELD_TOKENS:
             return ""
         return self._advance(before, text)
 

@@ -82,8 +82,8 @@ def _byte_alphabet() -> dict[int, int]:
     """The GPT-2 alphabet, code point to byte: a printable byte is itself, others follow U+00FF."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in table)
-    table.update((0x100 + rank, byte) for rank, byte in enumerate(list(others)))
+    unprintable = [byte for byte in range(256) if byte not in table]
+    table.update((0x100 + rank, byte) for rank, byte in enumerate(unprintable))
     return table
 
 
@@ -153,7 +153,7 @@ class PieceTable:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
         """Text of all ``ids``; broken UTF-8 becomes U+FFFD."""
         skip: Container[int] = self.special_ids if skip_special_tokens else ()
-        raw = b"".join(self.piece(each) for each in ids if each not in skip)
+        raw = b"".join(self.piece(token_id) for token_id in ids if token_id not in skip)
         text = raw.decode(errors="replace")
         return text.removeprefix(" ") if self.strip_space else text
 
@@ -163,11 +163,11 @@ def _byte_level(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
     if [step.get("type") for step in steps] != ["ByteLevel"]:
         return None
     alphabet = {code: chr(byte) for code, byte in _byte_alphabet().items()}
-    known = set(map(chr, alphabet))
+    characters = set(map(chr, alphabet))
 
     def to_bytes(token: str) -> bytes:
         # A token with a character outside the alphabet is plain text.
-        if known.issuperset(token):
+        if characters.issuperset(token):
             return token.translate(alphabet).encode("latin-1")
         return token.encode()
 

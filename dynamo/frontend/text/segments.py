@@ -47,6 +47,7 @@ class SegmentCache:
     ) -> SegmentCache | None:
         """A cache for this tokenizer, None if the ids of a segment depend on the text around it."""
         tokens = parsed.added_tokens
+        # Other tokens are found in normalized text, or take characters of the text around them.
         plain = all(
             not (token.normalized or token.lstrip or token.rstrip or token.single_word)
             for token in tokens
@@ -60,6 +61,7 @@ class SegmentCache:
         ids: Tokens = array("I")
         parts = self._split(text)
         for position, part in enumerate(parts):
+            # split by a group returns texts and separators in turn
             if position & 1:
                 ids.append(self._special[part])
             elif part:
@@ -74,18 +76,18 @@ class SegmentCache:
 
     def _segment(self, text: str) -> Tokens:
         with self._lock:
-            found = self._entries.get(text)
-            if found is not None:
+            ids = self._entries.get(text)
+            if ids is not None:
                 self.hits += 1
                 self._entries.move_to_end(text)
-                return found
+                return ids
             self.misses += 1
         # Not under the lock, which would make long prompts wait for each other: two threads may
         # encode the same segment, and the first result stays.
-        found = self._encode(text)
+        ids = self._encode(text)
         with self._lock:
-            self._keep(text, found)
-        return found
+            self._keep(text, ids)
+        return ids
 
     def _keep(self, text: str, ids: Tokens) -> None:
         size = _size(text, ids)
@@ -108,6 +110,7 @@ def _size(text: str, ids: Tokens) -> int:
 def _position_dependent(pre_tokenizer: dict[str, Any] | None) -> bool:
     if pre_tokenizer is None:
         return False
+    # A space goes before the first segment of a text alone.
     if pre_tokenizer.get("prepend_scheme") == "first":
         return True
     return any(map(_position_dependent, pre_tokenizer.get("pretokenizers", ())))

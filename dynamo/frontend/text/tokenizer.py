@@ -81,13 +81,13 @@ class Tokenizer:
 
     def showing(self, texts: Collection[str]) -> Tokenizer:
         """The same tokenizer, which does not skip the special tokens ``texts``; for a parser."""
-        ids = frozenset(each for each in self.special_ids if self.token_text(each) in texts)
+        ids = frozenset(number for number in self.special_ids if self.token_text(number) in texts)
         if not ids:
             return self
-        shown = copy.copy(self)
-        shown.special_ids = self.special_ids - ids
-        shown.pieces = None if self.pieces is None else self.pieces.showing(ids)
-        return shown
+        tokenizer = copy.copy(self)
+        tokenizer.special_ids = self.special_ids - ids
+        tokenizer.pieces = None if self.pieces is None else self.pieces.showing(ids)
+        return tokenizer
 
     @property
     def inline_limit_bytes(self) -> int:
@@ -123,7 +123,7 @@ class Tokenizer:
         """The bytes of one token; none for an unknown id."""
         if self.pieces is not None:
             return self.pieces.piece(token_id)
-        if not 0 <= token_id < 2**32:
+        if not 0 <= token_id < 2**32:  # for which tokenizers raises an OverflowError
             return b""
         return self.decode((token_id,), False).encode()
 
@@ -173,6 +173,7 @@ class _Shared:
         if fast is not None and self.pieces is not None:
             self.encoder: _FastEncoder | _SlowEncoder = fast
             return
+        # It holds Python's lock while it loads: not without need.
         reference = self.reference = reference_tokenizer(content, path)
         parsed = read_tokenizer_file(content, path)
         self.encoder = fast or _SlowEncoder(reference, parsed, cache_bytes)
@@ -207,6 +208,7 @@ class _EncoderThread:
         self._lock = threading.Lock()
         queues = self._texts, self._results
         threading.Thread(target=_encode_all, args=queues, name="encoder", daemon=True).start()
+        # The thread has the queues and not this object, so that the last encoder ends it.
         weakref.finalize(self, self._texts.put, None)
 
     def call(self, encode: _Encode, text: str, add_special_tokens: bool) -> bytes:
@@ -248,6 +250,8 @@ class _FastEncoder:
         self._native.no_truncation()
         self._native.no_padding()
         self.thread: _EncoderThread | None = None
+        self.id_to_token: Callable[[int], str | None] = self._native.id_to_token
+        self.token_to_id: Callable[[str], int | None] = self._native.token_to_id
 
     def reset_cache(self, cache_bytes: int) -> None:
         """Make a new segment cache of this size; 0 for none."""
@@ -264,19 +268,11 @@ class _FastEncoder:
             ids.frombytes(self.thread.call(encode, text, add_special_tokens))
         return ids
 
-    def id_to_token(self, token_id: int) -> str | None:
-        found: str | None = self._native.id_to_token(token_id)
-        return found
-
-    def token_to_id(self, token: str) -> int | None:
-        found: int | None = self._native.token_to_id(token)
-        return found
-
     def stats(self) -> CacheStats:
-        found = self._native.segment_cache_stats()
-        if found is None:
+        stats = self._native.segment_cache_stats()
+        if stats is None:
             return CacheStats(0, 0, 0)
-        return CacheStats(found["hits"], found["misses"], found["bytes"])
+        return CacheStats(stats["hits"], stats["misses"], stats["bytes"])
 
 
 _groups: list[weakref.WeakSet[_FastEncoder]] = []
@@ -284,7 +280,7 @@ _groups: list[weakref.WeakSet[_FastEncoder]] = []
 on the event loop, for all but long texts."""
 
 
-def _place(encoder: _FastEncoder) -> None:
+def _join_group(encoder: _FastEncoder) -> None:
     """Give ``encoder`` a place in the first group that has one, and the thread of that group."""
     with _lock:
         group = next((group for group in _groups if len(group) < _TABLES_PER_THREAD), None)
@@ -292,6 +288,7 @@ def _place(encoder: _FastEncoder) -> None:
             group = weakref.WeakSet()
             _groups.append(group)
         if group is not _groups[0]:
+            # A thread ends with the encoders of its group, so an empty group needs another.
             members = list(group)
             encoder.thread = members[0].thread if members else _EncoderThread()
         group.add(encoder)
@@ -307,9 +304,12 @@ class _SlowEncoder:
         self, reference: tokenizers.Tokenizer, parsed: TokenizerFile, cache_bytes: int
     ) -> None:
         self._reference = reference
+        self.id_to_token: Callable[[int], str | None] = reference.id_to_token
+        self.token_to_id: Callable[[str], int | None] = reference.token_to_id
         self._adds_nothing = reference.num_special_tokens_to_add(False) == 0
         cache = SegmentCache.of(parsed, self._plain, cache_bytes) if cache_bytes else None
         probe = probe_text(parsed)
+        # Twice, because the second time the ids come from the cache.
         if cache and any(cache.encode(probe) != self._plain(probe) for _ in range(2)):
             cache = None
         self._cache = cache
@@ -321,14 +321,6 @@ class _SlowEncoder:
             return self._cache.encode(text)
         encoding = self._reference.encode(text, add_special_tokens=add_special_tokens)
         return array("I", encoding.ids)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        found: str | None = self._reference.id_to_token(token_id)
-        return found
-
-    def token_to_id(self, token: str) -> int | None:
-        found: int | None = self._reference.token_to_id(token)
-        return found
 
     def stats(self) -> CacheStats:
         cache = self._cache
@@ -354,12 +346,12 @@ def _fast_encoder(facts: TokenizerFacts, cache_bytes: int) -> _FastEncoder | Non
     if not exact:
         return None
     fast.reset_cache(cache_bytes)  # without the probes and their counts
-    _place(fast)
+    _join_group(fast)
     return fast
 
 
 def _eos_ids(directory: ModelDirectory, encoder: _FastEncoder | _SlowEncoder) -> list[int]:
-    found = directory.eos_ids
+    ids = directory.eos_ids
     name = directory.special_tokens.get("eos_token")
-    named = encoder.token_to_id(name) if name is not None else None
-    return found if named is None or named in found else [*found, named]
+    eos_id = encoder.token_to_id(name) if name is not None else None
+    return ids if eos_id is None or eos_id in ids else [*ids, eos_id]

@@ -82,6 +82,7 @@ def find_facts(content: bytes, path: Path) -> TokenizerFacts:
     command = [sys.executable, "-m", __name__, str(path)]
     with _processes:
         try:
+            # By stdin, because the file at ``path`` may have been replaced since it was read.
             done = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"{path} was not read: {error}; load the model again") from None
@@ -151,7 +152,7 @@ def _longest_token_bytes(parsed: TokenizerFile, pieces: PieceTable | None) -> in
         return max(len(text.encode()) for text in texts)
     if pieces is None:
         return 0
-    return max((len(pieces.piece(each)) for each in range(len(pieces.text))), default=0)
+    return max((len(pieces.piece(token_id)) for token_id in range(len(pieces.text))), default=0)
 
 
 def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
@@ -166,6 +167,7 @@ def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
     if kind == "Replace":
         pattern, content = normalizer.get("pattern"), normalizer.get("content")
         text = pattern.get("String") if isinstance(pattern, dict) else None
+        # A pattern, or a longer text, may stand for any number of bytes.
         grows = isinstance(text, str) and isinstance(content, str) and len(text) <= len(content)
         return 1 if grows else 0
     return _SHRINKING.get(str(kind), 0)
