@@ -242,8 +242,8 @@ def with_every_key(request: Any) -> Any:
     full = {**_UNSET, "eos_token_ids": [], "annotations": [], **request}
     full["routing"] = full["routing"] or {}
     for name, unset in _UNSET_OF.items():
-        given = request.get(name)
-        full[name] = {**unset, **given} if isinstance(given, dict) else dict(unset)
+        options = request.get(name)
+        full[name] = {**unset, **options} if isinstance(options, dict) else dict(unset)
     return full
 
 
@@ -316,6 +316,7 @@ _U32 = struct.Struct(">BI")
 @lru_cache(maxsize=8192)
 def token_item(token_id: int) -> bytes:
     """Return ``EngineOutput(token_ids=[token_id])`` as MessagePack."""
+    # MessagePack's shortest form of an integer: one byte, 0xCD and 16 bits, 0xCE and 32.
     if token_id < 0x80:
         return TOKEN_PREFIX + bytes((token_id,))
     if token_id < 0x10000:

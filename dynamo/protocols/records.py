@@ -40,14 +40,14 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def written(self) -> dict[str, Any]:
         """Return the JSON object."""
-        found = {}
+        members = {}
         defaults = _defaults(type(self))
         for key, field in _fields(type(self)).items():
             value = getattr(self, field.name)
             always = field.name in self.always and key not in self.unknown
             if always or value != defaults[key]:
-                found[key] = _builtins(value)
-        return {**self.unknown, **found}  # a value that is set replaces one of another type
+                members[key] = _builtins(value)
+        return {**self.unknown, **members}  # a value that is set replaces one of another type
 
 
 @functools.cache

@@ -69,8 +69,8 @@ def _out_of_range(raw: dict[str, Any]) -> str | None:
                 f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {shorten(value)}"
             )
     for name, (low, high) in RANGES.items():
-        given = raw.get(name)
-        for value in _numbers(given.values() if isinstance(given, dict) else (given,)):
+        values = raw.get(name)
+        for value in _numbers(values.values() if isinstance(values, dict) else (values,)):
             if not low <= value <= high or (name == "repetition_penalty" and value == 0):
                 title = name.replace("_penalty", " penalty").replace("_bias", " bias").capitalize()
                 return f"Validation: {title} must be between {low} and {high}, got {shorten(value)}"
@@ -78,19 +78,19 @@ def _out_of_range(raw: dict[str, Any]) -> str | None:
 
 
 def _numbers(values: Iterable[Any]) -> list[int | float]:
-    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    return [value for value in values if type(value) in (int, float)]
 
 
 def decoder_text(error: Exception) -> str:
     """``Expected `int`, got `str` - at `$.seed` `` becomes ``seed: expected `int`, got `str` ``."""
     text = str(error)
-    what, found, path = text.rpartition(" - at `$")
-    if not found:
-        what, path = text, ""
-    what = what.removeprefix("Object ").replace("missing required field", "missing field")
-    what = what[:1].lower() + what[1:]
+    problem, separator, path = text.rpartition(" - at `$")
+    if not separator:
+        problem, path = text, ""
+    problem = problem.removeprefix("Object ").replace("missing required field", "missing field")
+    problem = problem[:1].lower() + problem[1:]
     path = path.rstrip("`").lstrip(".")
-    return f"{path}: {what}" if path else what
+    return f"{path}: {problem}" if path else problem
 
 
 def body_limit_bytes(context_lengths: list[int | None], media: bool = False) -> int:
@@ -101,10 +101,10 @@ def body_limit_bytes(context_lengths: list[int | None], media: bool = False) -> 
     """
     if media:
         return MAX_BODY_BYTES
-    known = [each for each in context_lengths if each is not None]
-    if not known or len(known) < len(context_lengths):
+    lengths = [length for length in context_lengths if length is not None]
+    if not lengths or len(lengths) < len(context_lengths):
         return MAX_BODY_BYTES
-    return min(MAX_BODY_BYTES, _BODY_BASE_BYTES + _BODY_BYTES_PER_TOKEN * max(known))
+    return min(MAX_BODY_BYTES, _BODY_BASE_BYTES + _BODY_BYTES_PER_TOKEN * max(lengths))
 
 
 def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> None:
@@ -113,6 +113,7 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
     ``name`` is its place in the request. Raises InvalidArgument.
     """
     if isinstance(value, int):
+        # MessagePack has 64 bits for an integer, with a sign for negative ones alone.
         if not -(2**63) <= value < 2**64:
             raise InvalidArgument(
                 f"Validation: {name}: integers must be between -2**63 and 2**64-1, "
@@ -125,5 +126,5 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
                 "objects and arrays"
             )
         items = value.values() if isinstance(value, dict) else value
-        for each in items:
-            check_engine_value(name, each, depth - 1)
+        for item in items:
+            check_engine_value(name, item, depth - 1)

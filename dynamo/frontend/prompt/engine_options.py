@@ -36,8 +36,9 @@ def expand_choices(requests: list[PreprocessedRequest], n: int) -> list[Preproce
     Raises InvalidArgument if together they are too large for the engines.
     """
     first = requests[0]
+    # Options are the same in all requests: encode one. A token takes four bytes.
     options_bytes = len(encode(first)) - 4 * len(first.token_ids)
-    tokens = sum([len(each.token_ids) for each in requests])
+    tokens = sum([len(request.token_ids) for request in requests])
     total_bytes = n * (4 * tokens + options_bytes * len(requests))
     if total_bytes > MAX_ENGINE_BYTES:
         raise InvalidArgument(
@@ -47,13 +48,13 @@ def expand_choices(requests: list[PreprocessedRequest], n: int) -> list[Preproce
         )
     if n == 1:
         return requests
-    return [_choice(each, number) for each in requests for number in range(n)]
+    return [_choice(request, number) for request in requests for number in range(n)]
 
 
 def known_annotations(annotations: list[str]) -> list[str]:
     """The annotations that exist, each once."""
-    found = dict.fromkeys(annotations)
-    return [name for name in found if name.partition(":")[0] in _ANNOTATIONS]
+    names = dict.fromkeys(annotations)
+    return [name for name in names if name.partition(":")[0] in _ANNOTATIONS]
 
 
 def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
@@ -64,32 +65,27 @@ def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
         raise InvalidArgument(
             "Validation: only one guided decoding constraint, got response_format, guided_json"
         )
-    given = {
+    constraints = {
         "json": request.guided_json if schema is None else schema,
         "regex": request.guided_regex,
         "choice": request.guided_choice,
         "grammar": request.guided_grammar,
     }
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found:
+    constraints = {name: value for name, value in constraints.items() if value is not None}
+    if not constraints:
         return None
-    if len(found) > 1:
-        names = ", ".join(found)
+    if len(constraints) > 1:
+        names = ", ".join(constraints)
         raise InvalidArgument(f"Validation: only one guided decoding constraint, got {names}")
     if request.guided_decoding_backend is not None:
-        found["backend"] = request.guided_decoding_backend
+        constraints["backend"] = request.guided_decoding_backend
     if request.guided_whitespace_pattern is not None:
-        found["whitespace_pattern"] = request.guided_whitespace_pattern
-    return found
-
-
-def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None:
-    """The client's constraints on the choice of a worker, None without any."""
-    return routing_of(request.nvext, lora_name, request.cache_salt)
+        constraints["whitespace_pattern"] = request.guided_whitespace_pattern
+    return constraints
 
 
 def routing_of(nvext: NvExt | None, lora_name: str | None, salt: str | None) -> Routing | None:
-    """As :func:`routing`, of a body that is no :class:`GenerationRequest`."""
+    """The client's constraints on the choice of a worker, None without any."""
     if nvext is None:
         if lora_name is None and salt is None:
             return None

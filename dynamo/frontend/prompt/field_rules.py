@@ -62,39 +62,40 @@ class FieldRules:
     def apply(self, request: GenerationRequest) -> None:
         """Change a request that is decoded. O(fields of the rules)."""
         is_chat = isinstance(request, ChatCompletionRequest)
-        known, defaults = (_CHAT, self._chat) if is_chat else (_COMPLETION, self._completion)
+        names, defaults = (_CHAT, self._chat) if is_chat else (_COMPLETION, self._completion)
+        # A chat made of a body of /v1/responses: the answer repeats its fields.
         echo = getattr(getattr(request, "origin", None), "echo", {})
-        for name in self._forbid & known:
+        for name in self._forbid & names:
             setattr(request, name, None)
-            shown = _OWN_NAMES["/v1/responses"].get(name, name)
-            if shown in echo and shown in _ECHOED:
-                echo[shown] = _ECHOED[shown]
+            echo_name = _OWN_NAMES["/v1/responses"].get(name, name)
+            if echo_name in echo and echo_name in _ECHOED:
+                echo[echo_name] = _ECHOED[echo_name]
         limited = any(getattr(request, name, None) is not None for name in _LIMITS)
         for name, value in defaults.items():
             if getattr(request, name) is None and not (limited and name in _LIMITS):
                 setattr(request, name, value)
-            shown = _OWN_NAMES["/v1/responses"].get(name, name)
-            if shown in echo and isinstance(value, int | float):
-                echo[shown] = getattr(request, name)
+            echo_name = _OWN_NAMES["/v1/responses"].get(name, name)
+            if echo_name in echo and isinstance(value, int | float):
+                echo[echo_name] = getattr(request, name)
 
     def rewrite(self, path: str, fields: dict[str, msgspec.Raw]) -> None:
         """Change the members of a JSON body of ``path``; other paths have no such fields."""
         own = _OWN_NAMES.get(_COUNTED.get(path, path))
         if own is None:
             return
-        counted = path in _COUNTED
         for name in self._forbid:
             fields.pop(own.get(name, name), None)
         limited = any(fields.get(own.get(name, name), _NULL) != _NULL for name in _LIMITS)
         for name, value in self._defaults.items():
-            if (path == "/v1/completions" and name in _CHAT_ONLY and name not in own) or (
-                limited and name in _LIMITS
-            ):
-                continue
-            if counted and name not in _PROMPT_FIELDS:
-                continue
-            if fields.get(own.get(name, name), _NULL) == _NULL:  # null means absent, here as well
-                fields[own.get(name, name)] = msgspec.Raw(msgspec.json.encode(value))
+            excluded = (
+                (path == "/v1/completions" and name in _CHAT_ONLY and name not in own)
+                or (limited and name in _LIMITS)
+                or (path in _COUNTED and name not in _PROMPT_FIELDS)
+            )
+            field = own.get(name, name)
+            # null means absent, here as well
+            if not excluded and fields.get(field, _NULL) == _NULL:
+                fields[field] = msgspec.Raw(msgspec.json.encode(value))
 
 
 def rewritten(
@@ -123,11 +124,11 @@ def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
         unknown = sorted(set(names) - _CHAT - _COMPLETION)
         if unknown:
             raise ConfigError(f"ServiceArgs.{key}: {unknown[0]} is not a field of a request")
-    for kind, known, needed in (
+    for kind, fields, needed in (
         (ChatCompletionRequest, _CHAT, {"messages": [{"role": "user", "content": "."}]}),
         (CompletionRequest, _COMPLETION - _CHAT, {"prompt": "."}),
     ):
-        values = {name: value for name, value in defaults.items() if name in known}
+        values = {name: value for name, value in defaults.items() if name in fields}
         try:
             request = msgspec.convert({"model": ".", **needed, **values}, kind)
             if isinstance(request, ChatCompletionRequest):
@@ -140,12 +141,12 @@ def _typed(
     kind: type[GenerationRequest], needed: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return those of ``defaults`` that a request of ``kind`` takes, as typed values."""
-    found: dict[str, Any] = {}
+    typed: dict[str, Any] = {}
     for name, value in defaults.items():
         if name in kind.__struct_fields__ and name not in PROTECTED:
             try:
                 request = msgspec.convert({"model": ".", **needed, name: value}, kind)
             except msgspec.ValidationError:
                 continue  # refused before the start, or of the other kind, as `logprobs`
-            found[name] = getattr(request, name)
-    return found
+            typed[name] = getattr(request, name)
+    return typed

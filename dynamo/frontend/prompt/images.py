@@ -63,18 +63,19 @@ class ImageFetcher:
 
     async def fetch(self, messages: Sequence[dict[str, Any]]) -> None:
         """Put the images into ``messages``. Raises InvalidArgument with the place of a bad one."""
-        found = [
+        remote = [
             (f"messages[{position}].content[{number}].image_url.url", part)
             for position, message in enumerate(messages)
             for number, part in enumerate(_parts([message]))
             if _is_remote(part)
         ]
-        if len(found) > MAX_IMAGES:
+        if len(remote) > MAX_IMAGES:
             raise InvalidArgument(
-                f"Validation: {found[MAX_IMAGES][0]}: a request has at most {MAX_IMAGES} images, "
-                f"got {len(found)}"
+                f"Validation: {remote[MAX_IMAGES][0]}: a request has at most {MAX_IMAGES} images, "
+                f"got {len(remote)}"
             )
-        parsed = [(field, part, self._check(field, part)) for field, part in found]
+        # All are checked before the first is fetched, and the bound ends the fetching at once.
+        parsed = [(field, part, self._check(field, part)) for field, part in remote]
         size_bytes = 0
         for field, part, url in parsed:
             data_url = await self._get(field, url)
@@ -95,6 +96,7 @@ class ImageFetcher:
                 _check_answer(field, client)
                 image = await loop.run_in_executor(self._threads, base64.b64encode, client.body)
         except (OSError, ValueError, ResponseError) as error:
+            # The client gives a body up beyond its limit, as an error like any other.
             if len(client.body) > _LIMIT_BYTES:
                 raise _too_large(field) from None
             late = f"no whole answer in {self._timeout_s:g} s"
@@ -109,6 +111,7 @@ class ImageFetcher:
     def _check(self, field: str, part: dict[str, Any]) -> SplitResult:
         text = part["image_url"]["url"]
         try:
+            # A bad port raises only where it is read.
             url: SplitResult = urlsplit(text)
             host, _ = url.hostname, url.port
         except ValueError as error:
@@ -198,10 +201,10 @@ class ImageExpansions:
     def get(self, image_hash: str) -> Tokens | None:
         """Return the ids; None if they are unknown."""
         with self._lock:
-            found = self._ids.get(image_hash)
-            if found is not None:
+            ids = self._ids.get(image_hash)
+            if ids is not None:
                 self._ids.move_to_end(image_hash)
-            return found
+            return ids
 
     def put(self, image_hash: str, ids: Tokens) -> None:
         """Keep the ids of an image."""
@@ -240,9 +243,9 @@ class PromptImages(NamedTuple):
 
     def count_tokens(self) -> int | None:
         """Return how many tokens stand for the images; None if an engine has not reported them."""
-        found = [self.expansions.get(image_hash) for image_hash in self.hashes]
-        counts = [len(ids) for ids in found if ids is not None]
-        return sum(counts) if len(counts) == len(found) else None
+        expansions = [self.expansions.get(image_hash) for image_hash in self.hashes]
+        counts = [len(ids) for ids in expansions if ids is not None]
+        return sum(counts) if len(counts) == len(expansions) else None
 
 
 class ImageReader:
@@ -264,8 +267,9 @@ class ImageReader:
 
         Workers say in their cards how many they take. If they do not, config.json decides.
         """
-        known = card.runtime_config.runtime_data.get(MAX_IMAGES_KEY)
-        limit = known if isinstance(known, int) else MAX_IMAGES * directory.takes_images
+        limit = card.runtime_config.runtime_data.get(MAX_IMAGES_KEY)
+        if not isinstance(limit, int):
+            limit = MAX_IMAGES * directory.takes_images
         if not limit or template is None or not template.prints_images:
             return None
         return cls(limit, directory.image_token_id)
@@ -275,7 +279,7 @@ class ImageReader:
 
         O(messages, and bytes of images).
         """
-        found: PromptImages | None = None
+        images: PromptImages | None = None
         for position, message in enumerate(messages):
             content = message.get("content")
             if type(content) is not list:
@@ -283,34 +287,36 @@ class ImageReader:
             for number, part in enumerate(content):
                 if part["type"] == "image_url":
                     field = f"messages[{position}].content[{number}].image_url"
-                    found = found or PromptImages(list(messages), [], [], [], self.expansions)
-                    found.urls.append(_url(field, part))
-                    found.fields.append(field)
-            if found is not None:
+                    images = images or PromptImages(list(messages), [], [], [], self.expansions)
+                    images.urls.append(_url(field, part))
+                    images.fields.append(field)
+            if images is not None:
                 parts = [IMAGE if part["type"] == "image_url" else part for part in content]
-                found.messages[position] = {**message, "content": parts}
-        if found is not None:
-            self._check(found)
-            found.hashes.extend(map(_hash, found.urls))
-        return found
+                images.messages[position] = {**message, "content": parts}
+        if images is not None:
+            self._check(images)
+            images.hashes.extend(map(_hash, images.urls))
+        return images
 
-    def routing(self, given: Routing | None, images: PromptImages, ids: Tokens) -> Routing:
-        """Return ``given`` with the prompt as an engine caches it."""
-        info = self._known_places(images, ids)
+    def routing(self, routing: Routing | None, images: PromptImages, ids: Tokens) -> Routing:
+        """Return ``routing`` with the prompt as an engine caches it."""
+        info = self._with_expansions(images, ids)
         if info is None:
             # Equal prompts with equal images are found, and no others.
             whole = [(0, len(ids))]
-            info = MmRoutingInfo(ids, [MmObject(_short(each), whole) for each in images.hashes])
-        return msgspec.structs.replace(given or Routing(), mm_routing_info=info)
+            objects = [MmObject(_short(image_hash), whole) for image_hash in images.hashes]
+            info = MmRoutingInfo(ids, objects)
+        return msgspec.structs.replace(routing or Routing(), mm_routing_info=info)
 
-    def _known_places(self, images: PromptImages, ids: Tokens) -> MmRoutingInfo | None:
+    def _with_expansions(self, images: PromptImages, ids: Tokens) -> MmRoutingInfo | None:
         """Put the tokens of the images into ``ids``; None if their places are unknown."""
+        # A client may write the token itself: then no place is certain.
         if self._token_id is None or ids.count(self._token_id) != len(images.hashes):
             return None
         whole, objects, start = tokens(()), [], 0
         for image_hash in images.hashes:
-            place = ids.index(self._token_id, start)
-            whole += ids[start:place]
+            index = ids.index(self._token_id, start)
+            whole += ids[start:index]
             begin = len(whole)
             expansion = self.expansions.get(image_hash)
             if expansion is None:
@@ -318,7 +324,7 @@ class ImageReader:
             else:
                 whole += expansion
             objects.append(MmObject(_short(image_hash), [(begin, len(whole))]))
-            start = place + 1
+            start = index + 1
         whole += ids[start:]
         return MmRoutingInfo(whole, objects)
 

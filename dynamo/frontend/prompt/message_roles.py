@@ -48,6 +48,7 @@ class PrintedRoles(NamedTuple):
 def printable(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]:
     """``messages`` in forms that a template with ``roles`` prints. O(messages)."""
     ready: Sequence[Message] = messages
+    # In this order: a step makes messages of roles that a later one may have to change.
     if any(message.get("role") == "function" for message in ready):
         ready = _with_tools(ready)
     if not roles.developer:
@@ -70,38 +71,39 @@ def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> lis
     user's."""
     count = len(messages)
     if not roles.system or not roles.later_system:
-        others = (at for at, message in enumerate(messages) if message.get("role") != "system")
-        count = next(others, count)
+        roles_of = [message.get("role") for message in messages]
+        count = next((index for index, role in enumerate(roles_of) if role != "system"), count)
+    # Others are printed where they are: the first alone may have to move.
     elif messages and messages[0].get("role") == "system":
         count = 1
     else:
         return list(messages)
-    leading, rest = messages[:count], list(messages[count:])
+    leading, later = messages[:count], list(messages[count:])
     if not roles.later_system:
-        rest = [_recast(message, "system", "user") for message in rest]
+        later = [_recast(message, "system", "user") for message in later]
     if not leading:
-        return rest
+        return later
     system = leading[0] if count == 1 else {**leading[0], "content": _joined(leading)}
-    turns = _user_turns(rest)
+    turns = _user_turns(later)
     is_printed = roles.result_system or (
-        turns and all(message.get("role") == "user" for message in rest[turns[-1] :])
+        turns and all(message.get("role") == "user" for message in later[turns[-1] :])
     )
-    if roles.system and (is_printed or not rest):
-        return [system, *rest]
+    if roles.system and (is_printed or not later):
+        return [system, *later]
     if not turns:
-        return [{**system, "role": "user"}, *rest]
-    at = turns[-1 if roles.system else 0]  # the last is where such a template prints it
-    rest[at] = {**rest[at], "content": _joined((system, rest[at]))}
-    return rest
+        return [{**system, "role": "user"}, *later]
+    index = turns[-1 if roles.system else 0]  # the last is where such a template prints it
+    later[index] = {**later[index], "content": _joined((system, later[index]))}
+    return later
 
 
 def _user_turns(messages: Sequence[Message]) -> list[int]:
     """Return where turns of the user begin, except behind a result, which may take up the text."""
     turns, last = [], None
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role = message.get("role")
         if role == "user" and last not in ("user", "tool"):
-            turns.append(at)
+            turns.append(index)
         last = role
     return turns
 
@@ -114,6 +116,7 @@ def _with_tools(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with calls and results of tools in place of OpenAI's older ones of functions."""
     ready: list[Message] = []
     call_id = ""
+    # Ids of nine letters and digits are those that all templates take.
     for number, message in enumerate(messages):
         call = message.get("function_call")
         if call is not None and message.get("role") == "assistant":
@@ -152,8 +155,8 @@ def _short_id(call_id: str) -> str:
     digest = hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).digest()
     number, letters = int.from_bytes(digest, "big"), ""
     for _ in range(_ID_CHARACTERS):
-        number, place = divmod(number, len(_LETTERS))
-        letters += _LETTERS[place]
+        number, digit = divmod(number, len(_LETTERS))
+        letters += _LETTERS[digit]
     return letters
 
 
@@ -165,7 +168,7 @@ def _with_written_calls(message: Message) -> Message:
     functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
     if not all(isinstance(function, dict) for function in functions):
         return message  # refused where its calls are converted
-    written = "\n".join(msgspec.json.encode(_named(one)).decode() for one in functions)
+    written = "\n".join(msgspec.json.encode(_named(function)).decode() for function in functions)
     content = [message["content"]] if message.get("content") else []
     return {**message, "tool_calls": None, "content": joined_contents([*content, written])}
 

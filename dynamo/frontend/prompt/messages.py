@@ -95,14 +95,14 @@ def alternating(messages: Sequence[Message], joins_results: bool) -> list[Messag
 
 def joined_contents(contents: list[Any]) -> Any:
     """One content; a text if all are texts."""
-    if all(isinstance(each, str) for each in contents):
+    if all(isinstance(content, str) for content in contents):
         return "\n\n".join(contents)
     parts: list[Any] = []
-    for each in contents:
-        if isinstance(each, str):
-            parts.append({"type": "text", "text": each})
-        elif isinstance(each, list):
-            parts += each
+    for content in contents:
+        if isinstance(content, str):
+            parts.append({"type": "text", "text": content})
+        elif isinstance(content, list):
+            parts += content
     return parts
 
 
@@ -160,7 +160,7 @@ def _with_calls(
 ) -> dict[str, Any]:
     """The members of a message that change because it has tool calls."""
     convert = _call_with_text if form.text_arguments else _call
-    changed: dict[str, Any] = {"tool_calls": [convert(position, each) for each in calls]}
+    changed: dict[str, Any] = {"tool_calls": [convert(position, call) for call in calls]}
     if not message.get("content"):
         if form.null_content or (form.keeps_null and message.get("content") is None):
             changed["content"] = None
@@ -196,6 +196,6 @@ def _call(position: int, call: Any) -> Any:
     check_json(text, f"messages[{position}].tool_calls: `arguments`")
     try:
         parsed = msgspec.json.decode(text) if text.strip() else {}
-    except msgspec.DecodeError:
+    except msgspec.DecodeError:  # text that a model wrote, and the template may print
         return call
     return {**call, "function": {**function, "arguments": parsed}}

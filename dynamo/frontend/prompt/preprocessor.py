@@ -21,7 +21,7 @@ from dynamo.frontend.prompt.engine_options import (
     expand_choices,
     guided_decoding,
     known_annotations,
-    routing,
+    routing_of,
 )
 from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
@@ -109,7 +109,6 @@ class Preprocessor:
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
         )
-
         self.images = ImageReader.of(card, directory, self.template)
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:
@@ -160,12 +159,12 @@ class Preprocessor:
         """As :meth:`chat_ids`, of all prompts one after another."""
         special = request.add_special_tokens is not False
         joined = tokens(())
-        for each in _prompts(request):
-            self._check_size(each)
-            if isinstance(each, str):
-                joined += self.tokenizer.encode(each, special)
+        for prompt in _prompts(request):
+            self._check_size(prompt)
+            if isinstance(prompt, str):
+                joined += self.tokenizer.encode(prompt, special)
             else:
-                joined += self._from_ids(each).token_ids
+                joined += self._from_ids(prompt).token_ids
         return joined
 
     def _report(self, prepared: Prepared) -> Prepared:
@@ -185,14 +184,14 @@ class Preprocessor:
         images = None if self.images is None else self.images.read(request.messages)
         if request.nvext is not None and request.nvext.token_data:
             answer = self._answer_format(request, None)
-            given = request.nvext.token_data
-            prepared = self._given(request, given, max_tokens, logprobs, images)
+            prepared = self._from_token_data(
+                request, request.nvext.token_data, max_tokens, logprobs, images
+            )
             return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
         text = self._render(request, None if images is None else images.messages)
         rendered = time.perf_counter()
-        if self.context_length is not None and 4 * len(text) > self.context_length:
-            self._check_size(text)
+        self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
         tokenized_s = time.perf_counter() - rendered
         answer = None
@@ -231,25 +230,26 @@ class Preprocessor:
     def _completion(self, request: CompletionRequest) -> Prepared:
         max_tokens, logprobs = request.max_tokens, request.logprobs
         if request.nvext is not None and request.nvext.token_data:
-            return self._given(request, request.nvext.token_data, max_tokens, logprobs)
+            return self._from_token_data(request, request.nvext.token_data, max_tokens, logprobs)
         special = request.add_special_tokens is not False
-        given = _prompts(request)
-        for each in given:
-            self._check_size(each)
+        sources = _prompts(request)
+        # All before the first is tokenized: one that cannot fit refuses the request.
+        for source in sources:
+            self._check_size(source)
         prompts, tokenized_s = [], []
-        for each in given:
-            if isinstance(each, str):
+        for source in sources:
+            if isinstance(source, str):
                 begun = time.perf_counter()
-                prompts.append(TokenizedPrompt(self.tokenizer.encode(each, special), each))
+                prompts.append(TokenizedPrompt(self.tokenizer.encode(source, special), source))
                 tokenized_s.append(time.perf_counter() - begun)
             else:
-                prompts.append(self._from_ids(each, bool(request.echo)))
+                prompts.append(self._from_ids(source, bool(request.echo)))
         requests = self._engine_requests(request, prompts, max_tokens, logprobs)
         prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         n = request.n or 1
         return Prepared(requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s)
 
-    def _given(
+    def _from_token_data(
         self,
         request: GenerationRequest,
         token_data: list[int],
@@ -266,7 +266,8 @@ class Preprocessor:
     def _check_size(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that cannot fit into the context, before it is tokenized."""
         context = self.context_length
-        if context is None or 4 * len(prompt) <= context:  # not even with a token for each byte
+        # A character has at most four bytes, and a byte at most one token.
+        if context is None or 4 * len(prompt) <= context:
             return
         least = self.tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
         if least > context:
@@ -278,7 +279,7 @@ class Preprocessor:
         """Return the prompt of ``messages``, by default those of ``request``."""
         nvext = request.nvext
         if nvext is not None and nvext.use_raw_prompt:
-            return "".join(message_text(*each) for each in enumerate(request.messages))
+            return "".join(message_text(*numbered) for numbered in enumerate(request.messages))
         if self.template is None:
             raise InvalidArgument(
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
@@ -297,13 +298,13 @@ class Preprocessor:
             self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
             raise
 
-    def _from_ids(self, given: list[int], with_text: bool = False) -> TokenizedPrompt:
-        if max(given) >= self.tokenizer.vocab_size:
+    def _from_ids(self, ids: list[int], with_text: bool = False) -> TokenizedPrompt:
+        if max(ids) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
-                f"Validation: token id {max(given)} is out of range, "
+                f"Validation: token id {max(ids)} is out of range, "
                 f"the vocabulary has {self.tokenizer.vocab_size} tokens"
             )
-        return TokenizedPrompt(tokens(given), self.tokenizer.decode(given) if with_text else None)
+        return TokenizedPrompt(tokens(ids), self.tokenizer.decode(ids) if with_text else None)
 
     def _engine_requests(
         self,
@@ -328,11 +329,9 @@ class Preprocessor:
         annotations: list[str] = []
         if nvext is not None and nvext.annotations:
             annotations = known_annotations(nvext.annotations)
-        place = None
-        if nvext is not None or request.cache_salt is not None or self.card.lora_name is not None:
-            place = routing(request, self.card.lora_name)
+        routing = routing_of(nvext, self.card.lora_name, request.cache_salt)
         if images is not None and self.images is not None:
-            place = self.images.routing(place, images, prompts[0].token_ids)
+            routing = self.images.routing(routing, images, prompts[0].token_ids)
             if max_tokens is None:
                 limits = [None]  # the engine counts the tokens of the images
         eos_ids = self.tokenizer.eos_ids
@@ -346,7 +345,7 @@ class Preprocessor:
                 eos_token_ids=eos_ids,
                 mdc_sum=self._checksum,
                 annotations=annotations,
-                routing=place,
+                routing=routing,
                 router_config_override=nvext.router_config_override if nvext is not None else None,
                 backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
                 extra_args=None if images is None else images.extra_args,
@@ -370,9 +369,9 @@ class Preprocessor:
         return left if max_tokens is None else min(max_tokens, left)
 
 
-def _too_long(context: int, what: str) -> InvalidArgument:
+def _too_long(context: int, reason: str) -> InvalidArgument:
     return InvalidArgument(
-        f"This model's maximum context length is {context} tokens. However, {what}. "
+        f"This model's maximum context length is {context} tokens. However, {reason}. "
         "Please reduce the length of the prompt."
     )
 

@@ -55,10 +55,12 @@ _NO_TEXT = (
     "rendered prompt"
 )
 _PROBE = "\x02probe\x03"
+# The first that prints the arguments wins: most templates take an object, beside a text.
 _CALL_FORMS = [CallForm(text, null) for null in (False, True) for text in (False, True)]
 
 
 _QUESTION: list[Message] = [{"role": "user", "content": "q"}]
+# Mistral's templates refuse ids of another form than nine letters and digits.
 _CALL = {"id": "callcall1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT: list[Message] = [
@@ -123,9 +125,11 @@ class ChatTemplate:
         form = form._replace(keeps_null=self._prints_call(null) and not self._prints_none(null))
         thinking = form._replace(thinking=True)
         self._call_form = thinking if self._prints_call(thinking) else form
+        # Probes of roles are rendered as messages of clients: by the widest rules until then.
         self._alternates = self._joins_results = False
         self._always = frozenset(("user", "assistant", "system", "tool", "developer"))
         self._roles = PrintedRoles()
+        # A template that prints no text of a user would fail every probe of the roles.
         if self._probed([{"role": "user", "content": _PROBE}]):
             self._roles = self._printed_roles(call_form is not None)
         self._always = self._roles.always()
@@ -139,13 +143,13 @@ class ChatTemplate:
             return False
         text = {"type": "text", "text": _PROBE}
         try:
-            without, given = (
+            without, with_image = (
                 self._render([{"role": "user", "content": parts}], None, True)
                 for parts in ([text], [IMAGE, text])
             )
         except (InvalidArgument, OutOfTime):
             return False
-        return _PROBE in given and given != without
+        return _PROBE in with_image and with_image != without
 
     def render(
         self,
@@ -169,18 +173,15 @@ class ChatTemplate:
             messages = printable(messages, self._roles)
         if self._alternates:
             messages = alternating(messages, self._joins_results)
-        ready = messages
-        for message in messages:
-            if (
-                type(message.get("content")) is not str
-                or "tool_calls" in message
-                or self._takes_parts
-            ):
-                ready = template_messages(messages, self._content, self._call_form)
-                break
+        # Most chats are texts alone, and pass as they are, without a copy.
+        if self._takes_parts or any(
+            type(message.get("content")) is not str or "tool_calls" in message
+            for message in messages
+        ):
+            messages = template_messages(messages, self._content, self._call_form)
         opens_answer = add_generation_prompt and not continue_final_message
         try:
-            prompt = self._render(ready, tools, opens_answer, variables)
+            prompt = self._render(messages, tools, opens_answer, variables)
         except OutOfTime as error:
             raise TemplateTimeout(f"Chat template: {error}; send fewer messages") from None
         return _before_mark(prompt) if continue_final_message else prompt
@@ -226,17 +227,13 @@ class ChatTemplate:
         arguments: Any = {"p": "" if form.thinking else _PROBE}
         if form.text_arguments:
             arguments = json.dumps(arguments)
-        function = {"name": "f", "arguments": arguments}
-        call = {"id": "callcall1", "type": "function", "function": function}
+        call = {**_CALL, "function": {"name": "f", "arguments": arguments}}
         content = None if form.null_content else ""
-        messages: list[Message] = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": content, "tool_calls": [call]},
-        ]
+        message: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
         if form.thinking:
-            messages[1] = {**messages[1], "thinking": _PROBE}
+            message = {**message, "thinking": _PROBE}
         try:
-            return self._render(messages, None, True)
+            return self._render([*_QUESTION, message], None, True)
         except InvalidArgument:
             return ""
 
@@ -255,7 +252,8 @@ class ChatTemplate:
         first = self._probed([system, *_QUESTION])
         later = first and self._probed([brief, system, *_QUESTION])
         foreign = [
-            [*_QUESTION, {**_CALLED, "tool_calls": [{**_CALL, "id": one}]}] for one in _FOREIGN_IDS
+            [*_QUESTION, {**_CALLED, "tool_calls": [{**_CALL, "id": call_id}]}]
+            for call_id in _FOREIGN_IDS
         ]
         results = self._renders(_RESULT)
         return PrintedRoles(
@@ -313,11 +311,10 @@ def load_template(
     wins. Raises ConfigError.
     """
     directory = model if isinstance(model, ModelDirectory) else ModelDirectory(model)
-    found = directory.chat_templates(custom_path)
-    if found is None:
+    templates = directory.chat_templates(custom_path)
+    if templates is None:
         return None
-    named, origin = found
-    return ChatTemplate(named, directory.special_tokens, str(origin))
+    return ChatTemplate(templates[0], directory.special_tokens, str(templates[1]))
 
 
 def template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
@@ -347,10 +344,10 @@ def _marked(message: Message) -> Message:
     if isinstance(content, str) and content:
         return {**message, "content": content + _END_MARK}
     parts = list(content) if isinstance(content, list) else []
-    for place in reversed(range(len(parts))):
-        text = parts[place].get("text")
+    for index in reversed(range(len(parts))):
+        text = parts[index].get("text")
         if isinstance(text, str) and text:
-            parts[place] = {**parts[place], "text": text + _END_MARK}
+            parts[index] = {**parts[index], "text": text + _END_MARK}
             return {**message, "content": parts}
     raise InvalidArgument(_NO_TEXT)
 

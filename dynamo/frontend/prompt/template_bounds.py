@@ -48,6 +48,7 @@ def check_format(text: str, values: Sequence[Any], named: Mapping[str, Any]) -> 
     arguments = [*values, *named.values()]
     numbers = [value for value in arguments if type(value) is int]
     widths = _NUMBER.findall(text)
+    # First, because int() raises ValueError for a number of thousands of digits.
     if any(len(width) > _DIGITS for width in widths) or max(numbers, default=0) > MAX_SIZE:
         check_size(MAX_SIZE + 1)
     widest = max(map(int, widths), default=0)
@@ -74,6 +75,7 @@ def bounded_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callabl
 
 
 def _checked(function: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
+    # Some filters get the environment or the context before the value.
     own = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -98,6 +100,7 @@ def _tabs(owner: Any, size: Any = 8, *_: Any) -> int:
 
 def _replaced(owner: Any, old: Any, new: Any = "", *_: Any) -> int:
     text, old = str(owner), str(old)
+    # An empty text is found between all characters, and at both ends.
     count = text.count(old) if old else len(text) + 1
     return len(text) + count * len(str(new))
 
@@ -135,8 +138,8 @@ def _rounded(value: Any, precision: Any = 0, *_: Any) -> int:
     return MAX_SIZE + 1 if isinstance(precision, int) and abs(precision) > _MAX_DIGITS else 0
 
 
-def _summed(value: Any, *given: Any) -> int:
-    sized = any(type(start) in SIZED for start in given if start != "attribute")
+def _summed(value: Any, *starts: Any) -> int:
+    sized = any(type(start) in SIZED for start in starts if start != "attribute")
     return MAX_SIZE + 1 if sized and hasattr(value, "__len__") and len(value) > _MAX_SUMMED else 0
 
 

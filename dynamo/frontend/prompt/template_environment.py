@@ -64,6 +64,7 @@ class RenderContext(jinja2.runtime.Context):
         While other threads have Python's lock, or the machine is stopped, no template runs.
         """
         ran_s = time.thread_time()
+        # The thread had the lock for half of the second half: others did not keep it waiting.
         if ran_s - self._ran_s >= _RENDER_S / 4:
             raise OutOfTime(f"it runs for more than {_RENDER_S:g} s")
         if math.isnan(self._ran_s):
@@ -102,7 +103,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
     def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
         """Write ``node``."""
-        self._timed |= {id(node.body), id(node.test)} - {id(None)}
+        self._timed |= {id(node.body), id(node.test)} - {id(None)}  # a loop without a condition
         super().visit_For(node, frame)
 
     def macro_body(self, node: Any, frame: jinja2.compiler.Frame) -> Any:
@@ -129,6 +130,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         """Write ``node``, of whatever kind."""
         if id(node) not in self._timed:
             return super().visit(node, *args, **kwargs)
+        # end() is true where it returns, so that the condition itself decides.
         self.write("(monotonic() <= context.deadline_s or context.end()) and (")
         super().visit(node, *args, **kwargs)
         self.write(")")
@@ -210,7 +212,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self.filters["tojson"] = _tojson
         self.filters = bounded_filters(self.filters)
-        del self.globals["lipsum"]
+        del self.globals["lipsum"]  # makes texts of any length
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -240,9 +242,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "%":
             if isinstance(left, str | bytes):
                 named = right if isinstance(right, dict) else {}
-                given = right if isinstance(right, tuple) else () if named else (right,)
+                values = right if isinstance(right, tuple) else () if named else (right,)
                 check_format(
-                    left if isinstance(left, str) else left.decode("latin-1"), given, named
+                    left if isinstance(left, str) else left.decode("latin-1"), values, named
                 )
         elif type(left) is type(right) is int:
             if left.bit_length() + right.bit_length() > _MAX_BITS:
@@ -255,6 +257,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call ``function``, unless it is a method of a text whose result may be too large."""
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str | bytes):
+            # An iterator, as for join, can be read only once: the check needs its items, too.
             if args and hasattr(args[0], "__next__"):
                 args = (list(args[0]), *args[1:])
             check_call(function, owner, args, named)
@@ -267,8 +270,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return None
 
         def checked(*args: Any, **named: Any) -> str:
-            given = args[0] if value.__name__ == "format_map" and args else named
-            check_format(value.__self__, args, given)
+            values = args[0] if value.__name__ == "format_map" and args else named
+            check_format(value.__self__, args, values)
             return str(wrapped(*args, **named))
 
         return checked

@@ -73,6 +73,7 @@ def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
     _check_length("messages", request.messages, MAX_MESSAGES)
     if request.tools is not None:
         _check_length("tools", request.tools, MAX_TOOLS)
+    # Most messages are two texts: they need no call.
     for position, message in enumerate(request.messages):
         if type(message.get("role")) is not str or type(message.get("content", "")) is not str:
             _check_message(position, message)
@@ -165,6 +166,7 @@ def _check_stream(request: GenerationRequest) -> None:
 
 
 def _check_grammars(request: GenerationRequest) -> None:
+    # First: the checks below are then those of its parts, too.
     if request.structured_outputs is not None:
         _spread(request, request.structured_outputs)
     if request.guided_json is not None:
@@ -182,15 +184,15 @@ def _check_grammars(request: GenerationRequest) -> None:
         _check_characters("guided_choice", request.guided_choice, MAX_GRAMMAR_CHARACTERS)
 
 
-def _spread(request: GenerationRequest, given: StructuredOutputs) -> None:
+def _spread(request: GenerationRequest, outputs: StructuredOutputs) -> None:
     """Set ``guided_*`` from ``structured_outputs``. Raises InvalidArgument if both are there."""
-    schema = {"type": "object"} if given.json is None and given.json_object else given.json
+    schema = {"type": "object"} if outputs.json is None and outputs.json_object else outputs.json
     for name, value in (
         ("json", schema),
-        ("regex", given.regex),
-        ("choice", given.choice),
-        ("grammar", given.grammar),
-        ("whitespace_pattern", given.whitespace_pattern),
+        ("regex", outputs.regex),
+        ("choice", outputs.choice),
+        ("grammar", outputs.grammar),
+        ("whitespace_pattern", outputs.whitespace_pattern),
     ):
         if value is None:
             continue
@@ -220,19 +222,19 @@ def _check_stop(stop: str | list[str]) -> None:
 
 def _check_unserved(request: ChatCompletionRequest) -> None:
     """Refuse what changes the answer, and no worker can do."""
-    other = [one for one in request.modalities or () if one != "text"]
-    if other:
+    outputs = [name for name in request.modalities or () if name != "text"]
+    if outputs:
         raise InvalidArgument(
-            f"Validation: 'modalities' may be text, got {', '.join(map(shorten, other[:3]))}"
+            f"Validation: 'modalities' may be text, got {', '.join(map(shorten, outputs[:3]))}"
         )
     remedies = {
         "audio": "leave it out: answers are text",
         "functions": "describe them in 'tools'",
         "web_search_options": "leave it out, or offer a search in 'tools'",
     }
-    name = next((one for one in remedies if getattr(request, one) not in (None, [])), None)
-    if name is not None:
-        raise InvalidArgument(f"Validation: '{name}' is not supported; {remedies[name]}")
+    for name, remedy in remedies.items():
+        if getattr(request, name) not in (None, []):
+            raise InvalidArgument(f"Validation: '{name}' is not supported; {remedy}")
 
 
 def _check_best_of(best_of: int, n: int) -> None:
