@@ -49,6 +49,7 @@ async def _serve(
 ) -> None:
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     frontend = Frontend(runtime, settings, router, on_loaded=freeze_heap)
+    # Before the start: a signal ends the wait for models, too.
     undo = frontend.stop_on_signals()
     status = 1
     try:

@@ -121,6 +121,7 @@ def warn_if_exposed(settings: FrontendSettings, host: str) -> None:
     """Log what everyone who reaches ``host``, the bound address, can do or read."""
     if ipaddress.ip_address(host).is_loopback:
         return
+    # Client certificates keep others out, too.
     if settings.api_key_file is None and settings.tls_client_ca_cert_path is None:
         log.warning(
             "OPEN TO THE NETWORK WITHOUT API KEYS: everyone who reaches %s can use the models; "

@@ -104,6 +104,7 @@ class LoopDelay:
         self._delays.observe(late_s)
         if late_s >= _STALL_S:
             self._stalls.value += 1
+        # From now, not from the due time: a stall must not be followed by a burst of timers.
         self.start()
 
 
@@ -137,6 +138,7 @@ class Frontend:
             self._tasks,
             again=routes,
             on_loaded=self._loaded,
+            # The routes of relayed models are made later: they need these models.
             on_relayed=lambda: self._relay.go_first(routes),
         )
         guard = None if settings.disable_admin_api else operator_guard(settings)
@@ -198,18 +200,13 @@ class Frontend:
     def _install_operators(self, routes: Routes, guard: OperatorGuard) -> None:
         """Add the routes that show or change what the frontend does."""
         requests, models, tasks = self._requests, self.models, self._tasks
-        explain = ExplainRoutes(
-            models,
-            tasks,
-            requests.overload_status,
-            requests.off_loop,
-            requests.settings.disable_nvext,
-        )
-        explain.install(routes)
+        status, threads = requests.overload_status, requests.off_loop
+        ignores_nvext = self._settings.disable_nvext
+        ExplainRoutes(models, tasks, status, threads, ignores_nvext).install(routes)
         BusyThresholdRoutes(models, tasks).install(routes)
         RecordRoutes(requests, models, tasks).install(routes)
-        PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
-        CacheRoutes(self._runtime, models, tasks, requests.overload_status).install(routes)
+        PlannerRoutes(self._runtime, tasks, status).install(routes)
+        CacheRoutes(self._runtime, models, tasks, status).install(routes)
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
         page_guard = operator_guard(self._settings, own_pages=self._settings.serves_ui)
@@ -247,6 +244,7 @@ class Frontend:
         wanted = self._settings.max_connections + _SPARE_FILES
         files = allow_open_files(wanted)
         if files < wanted:
+            # Where even the spare files are too many, half of all are for clients.
             clients = max(files - _SPARE_FILES, files // 2)
             self._server.limits = dataclasses.replace(self._server.limits, connections=clients)
             log.warning(
@@ -277,6 +275,7 @@ class Frontend:
         for line in ineffective_settings(self._router):
             log.warning("%s", line)
         await self.models.start()
+        # A port in use has failed above; clients are accepted once there is something to serve.
         await self._load_models()
         try:
             await self._server.listen()
@@ -394,7 +393,8 @@ class Frontend:
     def _loaded(self) -> None:
         """Adapt the default limit on bodies to the contexts that are served now."""
         if self._settings.body_limit_mb is None:
-            limit_bytes = body_limit_bytes(self.models.context_lengths(), self.models.takes_media())
+            lengths = [model.context_length for model in self.models.loaded_models()]
+            limit_bytes = body_limit_bytes(lengths, self.models.takes_media())
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
         if self._on_loaded is not None:
             self._on_loaded()
@@ -407,6 +407,7 @@ class Frontend:
         if self._ui is not None:
             self._ui.close()
         self._routing.close()
+        # Before the models: a request that ends with its connection still frees its load.
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

@@ -147,8 +147,8 @@ FRONTEND = (
     Mutant(
         "hidden-model-shown-by-its-alias",
         "dynamo.frontend.models.registry",
-        'if how != "all" and (how != "aliases" or row[0] == model):',
-        "if row[0] == model or not how:",
+        'if hides != "all" and (hides != "aliases" or row[0] == model):',
+        "if row[0] == model or not hides:",
         ("unit/frontend/test_cold_start.py::test_what_the_graph_says_about_a_model",),
     ),
     Mutant(
@@ -256,8 +256,8 @@ FRONTEND = (
     Mutant(
         "another-owner-s-items-found",
         "dynamo.frontend.apis.responses.store",
-        "for (name, _), one in self._named.items() if name == owner]",
-        "for (name, _), one in self._named.items()]",
+        "for (name, _), response in self._named.items() if name == owner]",
+        "for (name, _), response in self._named.items()]",
         ("unit/frontend/test_response_store.py::test_owners_are_apart",),
     ),
     Mutant(
@@ -270,7 +270,7 @@ FRONTEND = (
     Mutant(
         "stop-reason-of-a-full-context-is-max-tokens",
         "dynamo.frontend.apis.messages.answer",
-        "limit is not None and asked is not None and limit < asked",
+        "limit is not None and allowed is not None and limit < allowed",
         "False",
         ("unit/frontend/test_anthropic_answers.py::test_stop_reasons",),
     ),

@@ -49,7 +49,7 @@ def parse_embedding(body: bytes, *, ignore_unsupported: bool = False) -> Embeddi
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
     entries = [request.input] if isinstance(request.input, str) else request.input
-    if not entries or any(each in ("", []) for each in entries):
+    if not entries or any(entry in ("", []) for entry in entries):
         raise InvalidArgument("Validation: 'input' and its entries cannot be empty")
     _check_entries(entries)
     if request.nvext is not None and request.nvext.router_config_override is not None:
@@ -60,7 +60,7 @@ def parse_embedding(body: bytes, *, ignore_unsupported: bool = False) -> Embeddi
 def embedding_inputs(preprocessor: Preprocessor, request: EmbeddingBody) -> list[Tokens]:
     """Return the token ids of each input. Thread-safe. Raises InvalidArgument. O(characters)."""
     special = request.add_special_tokens is not False
-    found, total = [], 0
+    inputs, total = [], 0
     for number, entry in enumerate(request.inputs):
         ids = _ids(preprocessor, entry, special)
         limit = preprocessor.context_length
@@ -75,43 +75,44 @@ def embedding_inputs(preprocessor: Preprocessor, request: EmbeddingBody) -> list
                 f"Validation: 'input' takes at most {MAX_BATCH_TOKENS} tokens in all, got more; "
                 "send fewer inputs in a request"
             )
-        found.append(ids)
-    return found
+        inputs.append(ids)
+    return inputs
 
 
 def joined(inputs: list[Tokens]) -> Tokens:
     """The ids of all inputs one after another: what the router counts as the prompt."""
     if len(inputs) == 1:
         return inputs[0]
-    found = array("I")
-    for each in inputs:
-        found.extend(each)
-    return found
+    ids = array("I")
+    for input_ids in inputs:
+        ids.extend(input_ids)
+    return ids
 
 
 def _check_entries(entries: Sequence[object]) -> None:
-    if len({type(each) for each in entries}) > 1:
+    if len({type(entry) for entry in entries}) > 1:
         raise InvalidArgument(
             "Validation: 'input' must be a string, a list of strings, a list of token ids or a "
             "list of lists of token ids, not a mixture"
         )
+    # A list of ints is one input, however many tokens it has.
     if len(entries) > MAX_EMBEDDING_INPUTS and not isinstance(entries[0], int):
         raise InvalidArgument(
             f"Validation: 'input' takes at most {MAX_EMBEDDING_INPUTS} inputs, got {len(entries)}"
         )
 
 
-def _ids(preprocessor: Preprocessor, given: str | list[int], special: bool) -> Tokens:
+def _ids(preprocessor: Preprocessor, entry: str | list[int], special: bool) -> Tokens:
     tokenizer = preprocessor.tokenizer
-    if isinstance(given, str):
-        return tokenizer.encode(given, special)
-    largest = max(given)
+    if isinstance(entry, str):
+        return tokenizer.encode(entry, special)
+    largest = max(entry)
     if largest >= tokenizer.vocab_size:
         raise InvalidArgument(
             f"Validation: token id {shorten(largest)} is out of range, the vocabulary has "
             f"{tokenizer.vocab_size} tokens"
         )
-    return tokens(given)
+    return tokens(entry)
 
 
 class EmbeddingRoutes:
@@ -138,18 +139,18 @@ class EmbeddingRoutes:
             if size_bytes > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(exchange), name="large body")
                 return
-            asked = self._parse(exchange.body)
-            model = asked.model
+            parsed = self._parse(exchange.body)
+            model = parsed.model
             loaded = models.find(model, _MODEL_TYPE)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, EMBEDDINGS, error, model)
             return
         request = self._begin(exchange, loaded)
         if size_bytes > loaded.preprocessor.inline_limit_bytes:
-            self._tasks.spawn(self._send_off_loop(request, loaded, asked), name="long input")
+            self._tasks.spawn(self._send_off_loop(request, loaded, parsed), name="long input")
             return
         try:
-            self._send(request, loaded, asked, embedding_inputs(loaded.preprocessor, asked))
+            self._send(request, loaded, parsed, embedding_inputs(loaded.preprocessor, parsed))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
@@ -164,13 +165,13 @@ class EmbeddingRoutes:
                     registry, models, exchange, EMBEDDINGS
                 ):
                     return
-                asked = await threads.run(self._parse, exchange.body)
-                model = asked.model
+                parsed = await threads.run(self._parse, exchange.body)
+                model = parsed.model
                 if exchange.gone:
                     registry.abandoned(exchange, EMBEDDINGS, model, False)
                     return
                 loaded = models.find(model, _MODEL_TYPE)
-                await self._send_off_loop(self._begin(exchange, loaded), loaded, asked)
+                await self._send_off_loop(self._begin(exchange, loaded), loaded, parsed)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, EMBEDDINGS, error, model)
         except asyncio.CancelledError:
@@ -189,13 +190,13 @@ class EmbeddingRoutes:
         return ActiveRequest(self._registry, exchange, info, loaded.metrics, False, writer)
 
     async def _send_off_loop(
-        self, request: ActiveRequest, loaded: TokenModel, asked: EmbeddingBody
+        self, request: ActiveRequest, loaded: TokenModel, parsed: EmbeddingBody
     ) -> None:
         try:
             threads = self._registry.off_loop
-            inputs = await threads.run(embedding_inputs, loaded.preprocessor, asked)
+            inputs = await threads.run(embedding_inputs, loaded.preprocessor, parsed)
             if not request.closed:
-                self._send(request, loaded, asked, inputs)
+                self._send(request, loaded, parsed, inputs)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
@@ -203,29 +204,30 @@ class EmbeddingRoutes:
         self,
         request: ActiveRequest,
         loaded: TokenModel,
-        asked: EmbeddingBody,
+        parsed: EmbeddingBody,
         inputs: list[Tokens],
     ) -> None:
         """Choose a worker for all inputs, reserve its load, send."""
         prepared_s = time.monotonic()
-        ids, as_base64 = joined(inputs), asked.encoding_format == "base64"
-        answer = EmbeddingsAnswer(asked.model, len(inputs), len(ids), as_base64)
+        ids, as_base64 = joined(inputs), parsed.encoding_format == "base64"
+        answer = EmbeddingsAnswer(parsed.model, len(inputs), len(ids), as_base64)
         request.prepared(answer, prepared_s)
         message = PreprocessedEmbeddingRequest(
-            model=asked.model,
+            model=parsed.model,
             token_ids=inputs,
-            dimensions=asked.dimensions,
+            dimensions=parsed.dimensions,
             mdc_sum=loaded.card.checksum or None,
         )
         exchange, ignores_nvext = request.exchange, self._registry.settings.disable_nvext
-        nvext = None if ignores_nvext else asked.nvext
+        nvext = None if ignores_nvext else parsed.nvext
         check_nvext(nvext, exchange.api_key)
-        routing = routing_of(nvext, loaded.card.lora_name, asked.cache_salt)
+        routing = routing_of(nvext, loaded.card.lora_name, parsed.cache_salt)
         routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
         override = None if nvext is None else nvext.router_config_override
         preprocessed = PreprocessedRequest(
-            asked.model, ids, routing=routing, router_config_override=override
+            parsed.model, ids, routing=routing, router_config_override=override
         )
         dispatch = loaded.dispatch
         engine_request = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
+        # Not through a prefill worker: nothing is generated behind the prompt.
         request.send(dispatch, [engine_request], len(ids), prefill=False)

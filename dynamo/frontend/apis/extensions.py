@@ -63,6 +63,7 @@ class ExtensionRoutes:
         if (reason := self._off.get(extension.path)) is not None:
             exchange.refuse(503, f"This extension is switched off until a restart: {reason}")
             return
+        # Before a thread is taken: if this fails, none is left counted.
         context = self._context()
         if not self._free.acquire(blocking=False):
             exchange.refuse(503, "Too many requests to extensions are running, please retry")
@@ -74,7 +75,10 @@ class ExtensionRoutes:
     ) -> tuple[int, bytes]:
         """Call the handler. Its thread outlives a client that leaves, and counts until it ends."""
         try:
-            return _answer(extension, context)
+            result = extension.handler(context)
+            if isinstance(result, FrontendResponse):
+                return result.status_code, orjson.dumps(result.body)
+            return 200, orjson.dumps(result)
         except Exception:
             raise
         except BaseException as error:  # SystemExit, for example: the process serves others, too
@@ -90,15 +94,8 @@ class ExtensionRoutes:
     def _context(self) -> FrontendExtensionContext:
         entries = self._models.entries()
         draining = self._requests.draining
-        known = tuple((entry.name, entry.served and not draining) for entry in entries)
-        return FrontendExtensionContext(ready=not draining, draining=draining, models=known)
-
-
-def _answer(extension: FrontendRoute, context: FrontendExtensionContext) -> tuple[int, bytes]:
-    found = extension.handler(context)
-    if isinstance(found, FrontendResponse):
-        return found.status_code, orjson.dumps(found.body)
-    return 200, orjson.dumps(found)
+        models = tuple((entry.name, entry.served and not draining) for entry in entries)
+        return FrontendExtensionContext(ready=not draining, draining=draining, models=models)
 
 
 def _routes_of(name: str) -> list[FrontendRoute]:
@@ -120,26 +117,27 @@ def _routes_of(name: str) -> list[FrontendRoute]:
 def _provider(name: str, where: str) -> Callable[[], FrontendRoute | Iterable[FrontendRoute]]:
     from importlib.metadata import entry_points  # takes 25 ms
 
-    known = {entry.name: entry for entry in entry_points(group=GROUP)}
+    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
     try:
-        found: Any
-        if name in known:
-            found = known[name].load()
+        target: Any
+        if name in registered:
+            target = registered[name].load()
         elif ":" in name:
             module, _, path = name.partition(":")
-            found = importlib.import_module(module)
+            target = importlib.import_module(module)
             for part in path.split("."):
-                found = getattr(found, part)
+                target = getattr(target, part)
         else:
             raise ConfigError(
                 f"{where}: no such extension; give MODULE:FUNCTION or an entry point of the group "
-                f"{GROUP}: {', '.join(sorted(known)) or 'there is none'}"
+                f"{GROUP}: {', '.join(sorted(registered)) or 'there is none'}"
             )
     except ConfigError:
         raise
+    # A module may exit while it is imported; the log would not say which one.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(target):
         raise ConfigError(f"{where}: is no function")
-    provider: Callable[[], FrontendRoute | Iterable[FrontendRoute]] = found
+    provider: Callable[[], FrontendRoute | Iterable[FrontendRoute]] = target
     return provider

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.sse import json_bytes
-from dynamo.frontend.apis.chat.generation import GenerationApi, adapt
+from dynamo.frontend.apis.chat.generation import GenerationApi, adapt, is_chat
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
@@ -131,24 +131,9 @@ TokenizeBody = TokenizePrompt | TokenizeChat
 Adapt = Callable[[GenerationRequest], None]
 
 
-class _TokenizeShape(msgspec.Struct):
-    """The field that distinguishes a chat from a text."""
-
-    messages: Any = None
-
-
-_shape = msgspec.json.Decoder(_TokenizeShape).decode
-
-
 _prompt = msgspec.json.Decoder(TokenizePrompt).decode
-
-
 _chat = msgspec.json.Decoder(TokenizeChat).decode
-
-
 _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
-
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -156,86 +141,86 @@ def parse_tokenize(body: bytes) -> TokenizeBody:
     """Decode and check a body of /tokenize. Raises InvalidArgument. O(bytes)."""
     check_json(body)
     try:
-        if _shape(body).messages is None:
+        if not is_chat(body):
             return _prompt(body)
-        found = _chat(body)
+        parsed = _chat(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
-    if found.chat_template is not None:
+    if parsed.chat_template is not None:
         raise InvalidArgument(
             "Validation: 'chat_template' of a request is not run; leave it out for the model's own "
             "template, which takes 'chat_template_kwargs'"
         )
-    request = _request(found)
+    request = _request(parsed)
     assert isinstance(request, ChatCompletionRequest)
     check_chat(request)
-    return found
+    return parsed
 
 
 def parse_detokenize(body: bytes) -> DetokenizeBody:
     """Decode and check a body of /detokenize. Raises InvalidArgument. O(bytes)."""
     check_json(body)
     try:
-        found = _detokenize(body)
+        parsed = _detokenize(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
-    if len(found.tokens) > MAX_COUNTED_TOKENS:
+    if len(parsed.tokens) > MAX_COUNTED_TOKENS:
         raise InvalidArgument(
             f"Validation: 'tokens' takes at most {MAX_COUNTED_TOKENS} ids, got "
-            f"{len(found.tokens)}; send fewer"
+            f"{len(parsed.tokens)}; send fewer"
         )
-    return found
+    return parsed
 
 
 def tokenized(
-    preprocessor: Preprocessor, asked: TokenizeBody, adapted: Adapt | None = None
+    preprocessor: Preprocessor, parsed: TokenizeBody, adapted: Adapt | None = None
 ) -> bytes:
     """The answer of /tokenize, as JSON; ``adapted`` changes the request as for its generation.
 
     Thread-safe. Raises InvalidArgument. O(characters).
     """
-    request = _request(asked)
+    request = _request(parsed)
     if adapted is not None:
         adapted(request)
     if isinstance(request, ChatCompletionRequest):
-        found = preprocessor.chat_tokens(request)
+        tokens = preprocessor.chat_tokens(request)
     else:
         special = request.add_special_tokens is not False
-        found = preprocessor.text_tokens(str(request.prompt), special)
-    ids = found.tolist()
+        tokens = preprocessor.text_tokens(str(request.prompt), special)
+    ids = tokens.tolist()
     texts = None
-    if asked.return_token_strs:
-        texts = [preprocessor.tokenizer.vocabulary_entry(each) for each in ids]
+    if parsed.return_token_strs:
+        texts = [preprocessor.tokenizer.vocabulary_entry(token_id) for token_id in ids]
     answer = TokenizedBody(
         count=len(ids), max_model_len=preprocessor.context_length, tokens=ids, token_strs=texts
     )
     return _encode(answer)
 
 
-def detokenized(preprocessor: Preprocessor, asked: DetokenizeBody) -> bytes:
+def detokenized(preprocessor: Preprocessor, parsed: DetokenizeBody) -> bytes:
     """The answer of /detokenize; as :func:`tokenized`."""
     tokenizer = preprocessor.tokenizer
-    largest = max(asked.tokens, default=0)
+    largest = max(parsed.tokens, default=0)
     if largest >= tokenizer.vocab_size:
         raise InvalidArgument(
             f"Validation: token id {shorten(largest)} in 'tokens' is out of range, the vocabulary "
             f"has {tokenizer.vocab_size} tokens"
         )
-    return _encode(DetokenizedPrompt(tokenizer.decode(asked.tokens, skip_special_tokens=False)))
+    return _encode(DetokenizedPrompt(tokenizer.decode(parsed.tokens, skip_special_tokens=False)))
 
 
-def _request(asked: TokenizeBody) -> ChatCompletionRequest | CompletionRequest:
-    if isinstance(asked, TokenizePrompt):
-        special = asked.add_special_tokens
-        return CompletionRequest(model="", prompt=asked.prompt, add_special_tokens=special)
+def _request(parsed: TokenizeBody) -> ChatCompletionRequest | CompletionRequest:
+    if isinstance(parsed, TokenizePrompt):
+        special = parsed.add_special_tokens
+        return CompletionRequest(model="", prompt=parsed.prompt, add_special_tokens=special)
     return ChatCompletionRequest(
-        model=asked.model or "",
-        messages=asked.messages,
-        tools=asked.tools,
-        add_special_tokens=asked.add_special_tokens,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        chat_template_kwargs=asked.chat_template_kwargs,
+        model=parsed.model or "",
+        messages=parsed.messages,
+        tools=parsed.tools,
+        add_special_tokens=parsed.add_special_tokens,
+        add_generation_prompt=parsed.add_generation_prompt,
+        continue_final_message=parsed.continue_final_message,
+        chat_template_kwargs=parsed.chat_template_kwargs,
     )
 
 
@@ -273,18 +258,18 @@ class TokenizeRoutes:
         try:
             registry.check(exchange)
             with registry.off_loop.hold(len(exchange.body)):
-                asked = await self._run(exchange, conversion.parse, exchange.body)
-                model = asked.model or model
-                loaded = await self._loaded(asked.model)
+                parsed = await self._run(exchange, conversion.parse, exchange.body)
+                model = parsed.model or model
+                loaded = await self._loaded(parsed.model)
                 model = loaded.name
                 adapted = partial(self._adapt, loaded=loaded)
-                arguments = loaded.preprocessor, asked, adapted
+                arguments = loaded.preprocessor, parsed, adapted
                 answer = await self._run(exchange, conversion.convert, *arguments)
             exchange.respond(200, answer, headers=echoed)
         except DynamoError as error:
-            shown = explained(error, model)
-            status, body = error_response(shown, registry.overload_status)
-            exchange.respond(status, body, headers=with_retry(shown, echoed))
+            error = explained(error, model)
+            status, body = error_response(error, registry.overload_status)
+            exchange.respond(status, body, headers=with_retry(error, echoed))
         finally:
             registry.leave()
 
@@ -301,6 +286,7 @@ class TokenizeRoutes:
         models = self._models
         if name is None:
             name = self._only_name()
+        # No worker is needed, but the tokenizer, which is among what loads.
         if models.is_loading(name):
             await models.loaded()
         entry = models.named(name)

@@ -74,6 +74,7 @@ class GraphModels:
                     async with asyncio.timeout(_POLL_S):
                         await self._changed.wait()
                 self._changed.clear()  # before the file is read: a change during that counts
+                # By the leases of the file so far, too: these workers may not be in the next one.
                 self._note(self._joined)
                 await self.load()
                 for model in self.removed(workers()):
@@ -116,10 +117,10 @@ class GraphModels:
     def _note(self, workers: Mapping[str, Collection[int]]) -> None:
         """Note the services of each model, by its name and by the leases of its ``workers``."""
         for model, ids in workers.items():
-            mine = {name for name, stated in self._stated.items() if stated == model}
-            mine |= {self._leases[lease] for lease in ids if lease in self._leases}
-            if mine:
-                stated = {name: self._stated[name] for name in mine}
+            services = {name for name, stated in self._stated.items() if stated == model}
+            services |= {self._leases[lease] for lease in ids if lease in self._leases}
+            if services:
+                stated = {name: self._stated[name] for name in services}
                 self._services.setdefault(model, {}).update(stated)
 
     @contextlib.contextmanager
@@ -151,6 +152,7 @@ class GraphModels:
             modified_ns = self._statefile.path.stat().st_mtime_ns
             if modified_ns == self._modified_ns:
                 return
+            # Noted before the read: a file that is replaced during it is read again.
             self._modified_ns = modified_ns
             self.read(await in_file_thread(self._read_services))
         except (OSError, StatefileError):

@@ -53,7 +53,7 @@ def missing_route(
 
     It has ``paths``, or as a model that takes tokens those of ``types``.
     """
-    has = sorted(paths or {_TYPE_PATHS.get(one, one) for one in types})
+    has = sorted(paths or {_TYPE_PATHS.get(api, api) for api in types})
     return ModelNotFound(
         f"Route not found: model `{model}` has no {shorten(_TYPE_PATHS.get(path, path))}, "
         f"it has {', '.join(has)}"
@@ -67,14 +67,14 @@ def is_relayed(card: ModelCard) -> bool:
 
 def paths_of(cards: Iterable[ModelCard]) -> frozenset[str]:
     """The paths to which all these workers of one relayed model take a POST that names it."""
-    found = [_paths(card) for card in cards]
-    return frozenset.intersection(*found) if found else frozenset()
+    paths = [_paths(card) for card in cards]
+    return frozenset.intersection(*paths) if paths else frozenset()
 
 
 def patterns_of(cards: Iterable[ModelCard]) -> RoutePatterns:
     """The other routes of all these workers: with another method, or parameters in the path."""
-    found = [RoutePatterns(_listed(card)).routes for card in cards]
-    return RoutePatterns(frozenset.intersection(*found) if found else ())
+    routes = [RoutePatterns(_listed(card)).routes for card in cards]
+    return RoutePatterns(frozenset.intersection(*routes) if routes else ())
 
 
 def router_settings(card: ModelCard, settings: RouterSettings) -> RouterSettings:
@@ -115,18 +115,22 @@ def load_preprocessor(
 
 def _paths(card: ModelCard) -> frozenset[str]:
     if card.model_input == TEXT_INPUT:
-        types = [one.strip() for one in card.model_type.split("|")]
-        return frozenset(_TYPE_PATHS[one] for one in types if one in _TYPE_PATHS)
-    return frozenset(one for one in _listed(card) if _PATH.fullmatch(one))
+        types = [api.strip() for api in card.model_type.split("|")]
+        return frozenset(_TYPE_PATHS[api] for api in types if api in _TYPE_PATHS)
+    return frozenset(path for path in _listed(card) if _PATH.fullmatch(path))
 
 
 def _listed(card: ModelCard) -> list[str]:
     """The routes in a card of an HTTP server."""
     if card.model_input != HTTP_INPUT:
         return []
-    given = (card.user_data or {}).get(ROUTES)
-    listed = given[:_MAX_PATHS] if isinstance(given, list) else []
-    return [one for one in listed if isinstance(one, str)]
+    routes = (card.user_data or {}).get(ROUTES)
+    listed = routes[:_MAX_PATHS] if isinstance(routes, list) else []
+    return [route for route in listed if isinstance(route, str)]
+
+
+def _endpoint(card: ModelCard) -> tuple[str, str, str]:
+    return card.namespace, card.component, card.endpoint
 
 
 def difference(reason: str) -> str:
@@ -203,7 +207,7 @@ class ModelEntry:
         self.workers: dict[str, ModelCard] = {}
         self.relayed = is_relayed(card)
         types = () if self.relayed else card.model_type.split("|")
-        self.types = frozenset(one.strip() for one in types)
+        self.types = frozenset(api.strip() for api in types)
         self.paths: frozenset[str] = frozenset()
         self.patterns = RoutePatterns()
         self.metrics = metrics.model(self.name)
@@ -233,22 +237,17 @@ class ModelEntry:
 
         All workers of a model need the same tokenizer, endpoint, block size and format of answers.
         """
-        mine = self.card
-        if mine.model_input != card.model_input:
+        own = self.card
+        if own.model_input != card.model_input:
             return "model_input"
-        if (mine.namespace, mine.component, mine.endpoint) != (
-            card.namespace,
-            card.component,
-            card.endpoint,
-        ):
+        if _endpoint(own) != _endpoint(card):
             return "endpoint"
-        if mine.kv_cache_block_size != card.kv_cache_block_size:
+        if own.kv_cache_block_size != card.kv_cache_block_size:
             return "block_size"
-        if mine.checksum != card.checksum:
+        if own.checksum != card.checksum:
             return "checksum"
-        ours, theirs = mine.runtime_config, card.runtime_config
         for name in ("tool_call_parser", "reasoning_parser"):
-            if getattr(ours, name) != getattr(theirs, name):
+            if getattr(own.runtime_config, name) != getattr(card.runtime_config, name):
                 return name
         return ""
 
@@ -294,6 +293,7 @@ class ModelEntry:
             loaded = await self._connect(runtime, settings, preprocessor)
         finally:
             self.loading = False
+        # Removed while it loaded: close() saw nothing to disconnect.
         if self._closed:
             await loaded.close()
             return loaded
@@ -331,10 +331,10 @@ class ModelEntry:
         preprocessor: Preprocessor | None,
     ) -> LoadedModel:
         card, name = self.card, self.name
-        place = card.namespace, card.component, card.endpoint
         block_size = settings.kv_cache_block_size or card.kv_cache_block_size
-        routed = RoutedWorkers(*place, block_size, name)
+        routed = RoutedWorkers(*_endpoint(card), block_size, name)
         router = self._router = await connect(runtime, routed, settings, admits=True)
+        # Those that came while it connected; add_worker admits later ones, as there is a router.
         for worker in self.workers.values():
             router.admit(worker.instance_id)
         await router.start()
@@ -350,9 +350,11 @@ class ModelEntry:
 
     def _update(self) -> None:
         """Recompute ``served``, ``paths``, ``patterns`` and the model's gauges."""
+        # Without workers it keeps its routes: requests for them get 503, not 404.
         if self.relayed and self.workers:
             self.paths = paths_of(self.workers.values())
             self.patterns = patterns_of(self.workers.values())
+        # Only at first: a model that has had its workers is served with fewer.
         if len(self.workers) >= self._awaited:
             self._awaited = 0
         served = self.loaded is not None and bool(self.workers) and not self._awaited

@@ -201,18 +201,19 @@ class OnDemandModels:
             return False
         _check_not_stopped(record)
         queue = self._queue(record.model)
-        held = HeldExchange(exchange, endpoint, queue, registry, self._again)
-        bodies = sum(one.held_bytes for one in self._queues.values())
-        if bodies and bodies + held.size_bytes > _HELD_LIMIT_BYTES:
+        entry = HeldExchange(exchange, endpoint, queue, registry, self._again)
+        bodies = sum(queue.held_bytes for queue in self._queues.values())
+        # One request alone may exceed the limit: it would never find more room.
+        if bodies and bodies + entry.size_bytes > _HELD_LIMIT_BYTES:
             raise Unavailable(
                 f"{_HELD_LIMIT_BYTES >> 20} MiB of requests wait for the first worker of their "
                 "model already. Please retry later."
             )
-        held.comments = held.comments and record.model_input != HTTP_INPUT
+        entry.comments = entry.comments and record.model_input != HTTP_INPUT
         if self._args.get(record.model, _NO_ARGS).show_loading:
-            held.model, held.progress = name, partial(self._progress, record.model)
-            held.reasoning_field = self._settings.reasoning_field_name
-        held.wait()
+            entry.model, entry.progress = name, partial(self._progress, record.model)
+            entry.reasoning_field = self._settings.reasoning_field_name
+        entry.wait()
         return True
 
     def hold_dispatch(
@@ -251,12 +252,12 @@ class OnDemandModels:
         return f"loading {min(_ALMOST, 100 * elapsed_s / record.load_s):.0f} %"
 
     def _queue(self, model: str) -> ColdStartQueue:
-        found = self._queues.get(model)
-        if found is None:
+        queue = self._queues.get(model)
+        if queue is None:
             gauge = self._metrics.model(model).cold_start_queue
             limit = self._settings.cold_start_queue_limit
-            found = self._queues[model] = ColdStartQueue(model, limit, gauge, self._changed)
-        return found
+            queue = self._queues[model] = ColdStartQueue(model, limit, gauge, self._changed)
+        return queue
 
     # -- records
 
@@ -282,6 +283,7 @@ class OnDemandModels:
         self._created_s.setdefault(record.model, int(time.time()))
         self._activity.setdefault(record.model, _Activity())
         self._update_names()
+        # Stopped by an operator: waiting would end with the time limit alone.
         if record.stopped and (queue := self._queues.get(record.model)) is not None:
             queue.fail_all(_unavailable(record))
         if self._timer is None:  # the first record, or the first one since the planner was away
@@ -304,6 +306,7 @@ class OnDemandModels:
 
     def _update_names(self) -> None:
         self._names = {record.model: record for record in self._records.values()}
+        # setdefault: an alias or an adapter hides no model of its name.
         for record in self._records.values():
             for alias in (*record.aliases, *self._args.get(record.model, _NO_ARGS).aliases):
                 self._names.setdefault(alias, record)
@@ -347,7 +350,7 @@ class OnDemandModels:
             record = self._names.get(model)
             reason = "" if record is None else record.waits_for
             queue.tick(elapsed_s, self._settings.cold_start_timeout_s, reason)
-        for record in {one.model: one for one in self._records.values()}.values():
+        for record in {record.model: record for record in self._records.values()}.values():
             self._publish(record)
 
     def _publish(self, record: OnDemandModel) -> None:
@@ -356,8 +359,9 @@ class OnDemandModels:
         if publisher is None:
             if namespace not in self._advertising:
                 self._advertising.add(namespace)
-                made = self._tasks.spawn(self._advertise(namespace), name="on-demand state")
-                made.add_done_callback(lambda _: self._advertising.discard(namespace))
+                task = self._tasks.spawn(self._advertise(namespace), name="on-demand state")
+                task.add_done_callback(lambda _: self._advertising.discard(namespace))
+            # The state of this tick is not sent; there is a publisher at one of the next.
             return
         queue, idle_s = self._queue(record.model), self.idle_s(record.model) or 0.0
         state = OnDemandState(
@@ -391,7 +395,8 @@ class _Activity:
         """How long no request of ``models``, which share their workers, is in progress; 0 while
         one is, or ``waiting`` ones are."""
         now_s = time.monotonic()
-        ended = sum(sum(one.duration.counts) for one in models)
-        if waiting or any(one.active.value for one in models) or ended != self._ended:
+        ended = sum(sum(metrics.duration.counts) for metrics in models)
+        # The last: a request may have come and ended since the last tick.
+        if waiting or any(metrics.active.value for metrics in models) or ended != self._ended:
             self._ended, self._last_s = ended, now_s
         return now_s - self._last_s

@@ -66,6 +66,7 @@ class PrefillCards:
         reason = entry.prefill_agrees_with(card)
         if reason:
             self._owners.pop(key, None)
+            # Logged and counted once, however often it is offered.
             if key in self._refused:
                 return
             text = f"the workers of {entry.name} have another {difference(reason)}"

@@ -108,6 +108,7 @@ class Models:
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
+        # First: rules and aliases have to be there for the first request.
         await self._graph.load()
         await self.on_demand.start()
         self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
@@ -183,7 +184,7 @@ class Models:
 
     def loaded_models(self) -> list[LoadedModel]:
         """Every model that is loaded, served now or not."""
-        return [one.loaded for one in self._entries.values() if one.loaded is not None]
+        return [entry.loaded for entry in self._entries.values() if entry.loaded is not None]
 
     def listed(self) -> list[tuple[str, int, int | None]]:
         """(name, created in seconds, context length in tokens) of every model served now, or
@@ -193,7 +194,7 @@ class Models:
             for name, entry in self._names.items()
             if entry.served or self._is_started(entry.name)
         }
-        others = [one for one in self.on_demand.listed() if one[0] not in self._names]
+        others = [row for row in self.on_demand.listed() if row[0] not in self._names]
         return [*loaded.values(), *others]
 
     def public(self) -> list[tuple[str, int, int | None]]:
@@ -205,8 +206,8 @@ class Models:
         for row in self.listed():
             entry, record = self._names.get(row[0]), self.on_demand.record(row[0])
             model = entry.name if entry is not None else record.model if record else row[0]
-            how = hidden.get(model, "")
-            if how != "all" and (how != "aliases" or row[0] == model):
+            hides = hidden.get(model, "")
+            if hides != "all" and (hides != "aliases" or row[0] == model):
                 rows.append(row)
         return rows
 
@@ -229,8 +230,7 @@ class Models:
         if not self._is_started(model):
             return False
         if self._is_served_without(model):
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ADAPTER_WAIT_S, self.on_demand.retry, model)
+            asyncio.get_running_loop().call_later(_ADAPTER_WAIT_S, self.on_demand.retry, model)
         return self.on_demand.hold(exchange, endpoint, model, registry)
 
     def _is_started(self, model: str) -> bool:
@@ -251,15 +251,11 @@ class Models:
 
     def rejections(self) -> dict[str, str]:
         """Why registered workers get no requests, by their ids in hexadecimal."""
-        found = [*self._problems.values(), *self._prefill.problems()]
+        problems = [*self._problems.values(), *self._prefill.problems()]
         for entry in self._entries.values():
             if entry.problem:
-                found += [(card, entry.problem) for card in entry.workers.values()]
-        return {f"{card.instance_id:x}": text for card, text in found if card.lora_name is None}
-
-    def context_lengths(self) -> list[int | None]:
-        """Tokens of prompt and answer together, of every model that is loaded."""
-        return [one.context_length for one in self.loaded_models()]
+                problems += [(card, entry.problem) for card in entry.workers.values()]
+        return {f"{card.instance_id:x}": text for card, text in problems if card.lora_name is None}
 
     def max_images(self, name: str) -> int:
         """How many images a prompt for ``name`` may have; 0 too if nothing is known."""
@@ -279,19 +275,19 @@ class Models:
 
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model, once: models may share an endpoint."""
-        found = {
-            (one.namespace, one.component, one.endpoint, one.instance_id): one
+        records = {
+            (record.namespace, record.component, record.endpoint, record.instance_id): record
             for loaded in self.loaded_models()
-            for one in (*loaded.client.records(), *loaded.prefill.instances())
+            for record in (*loaded.client.records(), *loaded.prefill.instances())
         }
-        return list(found.values())
+        return list(records.values())
 
     def outages(self) -> dict[int, Outage]:
         """Why each instance that is out of routing is out, by instance id."""
-        found: dict[int, Outage] = {}
+        outages: dict[int, Outage] = {}
         for loaded in self.loaded_models():
-            found |= loaded.client.outages() | loaded.prefill.outages()
-        return found
+            outages |= loaded.client.outages() | loaded.prefill.outages()
+        return outages
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape or a removal."""
@@ -337,8 +333,7 @@ class Models:
             self._remove(key)
         name = card.display_name
         entry = self._entries.get(name)
-        reason = entry.agrees_with(card) if entry is not None else ""
-        if entry is not None and reason:
+        if entry is not None and (reason := entry.agrees_with(card)):
             if entry.workers:
                 text = f"other workers of {name} have another {difference(reason)}"
                 if reason == "block_size":
@@ -358,7 +353,7 @@ class Models:
                 hold=partial(self.on_demand.hold_dispatch, name),
                 on_worker=partial(self.on_demand.release, name),
             )
-            self.relays = any(one.relayed for one in self._entries.values())
+            self.relays = any(model.relayed for model in self._entries.values())
             if self.relays:
                 self._on_relayed()
             self._update_names()
@@ -383,23 +378,23 @@ class Models:
         if not entry.workers:
             self._graph.left()
             self._reconsider(entry.name)
+        # A card that was rejected may have brought it a worker, or taken its name.
         if not entry.workers and self._entries.get(entry.name) is entry:
             self._has_left(entry, card)
 
     def _reconsider(self, name: str) -> None:
         """Try the rejected cards again: the workers that they conflicted with have left."""
-        waiting = [one for one in self._rejected.items() if one[1].display_name == name]
-        for key, card in waiting:
-            if key in self._rejected:
-                del self._rejected[key]
+        for key, card in list(self._rejected.items()):
+            # An earlier card of this loop may have removed this one.
+            if card.display_name == name and self._rejected.pop(key, None) is not None:
                 self._problems.pop(key, None)
                 self._add(key, card)
 
     def _has_left(self, entry: ModelEntry, card: ModelCard) -> None:
         """Forget an adapter that its worker goes on without, and the oldest of many models."""
         if card.lora_name is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ADAPTER_GONE_S, self._forget_adapter, entry, card)
+            asyncio.get_running_loop().call_later(_ADAPTER_GONE_S, self._drop_adapter, entry, card)
+        # To the end: the one that left first is forgotten first.
         self._left.pop(entry.name, None)
         self._left[entry.name] = None
         gone = [
@@ -409,13 +404,12 @@ class Models:
             if self._entries[name].metrics.active.value == 0:
                 self._forget(name, f"the oldest of {_GONE_MODELS + 1} models without a worker")
 
-    def _forget_adapter(self, entry: ModelEntry, card: ModelCard) -> None:
+    def _drop_adapter(self, entry: ModelEntry, card: ModelCard) -> None:
         """Forget an adapter whose last worker still serves others; a dead one serves none."""
         if self._closed or entry.workers or self._entries.get(entry.name) is not entry:
             return
         if entry.metrics.active.value:  # its last requests run on
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ADAPTER_GONE_S, self._forget_adapter, entry, card)
+            asyncio.get_running_loop().call_later(_ADAPTER_GONE_S, self._drop_adapter, entry, card)
         elif any(card.instance_id in ids for ids in self._worker_ids().values()):
             self._forget(entry.name, "its worker has unloaded the adapter")
 
@@ -431,11 +425,13 @@ class Models:
         """Take what the graph says about its models, at the start and after a reload."""
         args = self._graph.args
         self.rules = {
-            model: FieldRules(one.defaults, one.forbid)
-            for model, one in args.items()
-            if one.defaults or one.forbid
+            model: FieldRules(model_args.defaults, model_args.forbid)
+            for model, model_args in args.items()
+            if model_args.defaults or model_args.forbid
         }
-        self.aliases = {alias: model for model, one in args.items() for alias in one.aliases}
+        self.aliases = {
+            alias: model for model, model_args in args.items() for alias in model_args.aliases
+        }
         self.on_demand.use(args)
         self._update_names()
 
@@ -451,11 +447,11 @@ class Models:
 
     def _worker_ids(self) -> dict[str, list[int]]:
         """Return the worker ids of each model, known now or started on demand."""
-        found = {
+        worker_ids = {
             name: [card.instance_id for card in entry.workers.values()]
             for name, entry in self._entries.items()
         }
-        return {name: [] for name in self.on_demand.models()} | found
+        return {name: [] for name in self.on_demand.models()} | worker_ids
 
     def _forget(self, name: str, reason: str = "a reload has removed it from the graph") -> bool:
         """Forget a model that is gone; False while it has workers."""
@@ -482,12 +478,14 @@ class Models:
             entry.problem = ""
             loaded.dispatch.report_to(self.saturation)
             self._on_loaded()
+            # on_worker calls nothing before the model is loaded: these joined too early.
             if loaded.picker.worker_pool.members:
                 self.on_demand.release(entry.name)
         except DynamoError as error:
             if entry.problem != error.message:
                 entry.problem = error.message
                 self._reject(entry.name, "load", error.message)
+            # A full disk, for example; after another error only a new card may help.
             if isinstance(error, Unavailable):
                 asyncio.get_running_loop().call_later(AGAIN_S, self._load_missing, entry)
 

@@ -87,7 +87,7 @@ class History:
     @property
     def size_bytes(self) -> int:
         """The memory of all rings."""
-        rings = (ring for one in self._series.values() for ring in one.rings)
+        rings = (ring for series in self._series.values() for ring in series.rings)
         return sum(len(ring) * ring.itemsize for ring in rings)
 
     def add(self, at_s: float, values: Mapping[SeriesKey, float | None]) -> None:
@@ -126,9 +126,12 @@ class History:
             if owner == subject
         }
         slots = range(start, end)
+
+        def is_known(slot: int) -> bool:
+            return not all(math.isnan(ring[slot % tier.slots]) for ring in rings.values())
+
         # Nothing is sent of the time before the first sample.
-        known = (s for s in slots if any(not math.isnan(r[s % tier.slots]) for r in rings.values()))
-        slots = range(next(known, end), end)
+        slots = range(next(filter(is_known, slots), end), end)
         return HistorySlice(
             start_s=slots.start * tier.step_s,
             step_s=tier.step_s,
@@ -155,20 +158,21 @@ class History:
         if zlib.crc32(body) != int.from_bytes(data[:_CHECKSUM_BYTES], "little") or not body:
             raise InvalidArgument("it is damaged")
         try:
-            found = _decode(body)
+            file = _decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidArgument(f"it is not understood: {error}") from error
-        if found.version != VERSION or found.tiers != _shape():
-            raise InvalidArgument(f"it has version {found.version}, not {VERSION}")
+        if file.version != VERSION or file.tiers != _shape():
+            raise InvalidArgument(f"it has version {file.version}, not {VERSION}")
         history = cls()
-        history.slot, history._resumed = found.slot, True  # a restart is a gap
-        for one in found.series[:SERIES]:
+        history.slot, history._resumed = file.slot, True  # a restart is a gap
+        for saved in file.series[:SERIES]:
             series = _Series()
-            rings = [array("f", ring) for ring in one.rings if len(ring) % 4 == 0]
+            # array() refuses bytes that are no whole floats; the lengths are compared below.
+            rings = [array("f", ring) for ring in saved.rings if len(ring) % 4 == 0]
             if [len(ring) for ring in rings] != [tier.slots for tier in TIERS.values()]:
                 raise InvalidArgument("a ring has another length")
             series.rings = rings
-            history._series[one.subject, one.name] = series
+            history._series[saved.subject, saved.name] = series
         return history
 
     def _new(self, key: SeriesKey) -> _Series | None:
@@ -176,7 +180,7 @@ class History:
         if max(map(len, key)) > _NAME_CHARACTERS:
             return None
         if len(self._series) >= SERIES:
-            oldest = min(self._series, key=lambda one: self._series[one].known_slot)
+            oldest = min(self._series, key=lambda other: self._series[other].known_slot)
             if self._series[oldest].known_slot > self.slot - HELD_S:
                 return None
             del self._series[oldest]
@@ -185,19 +189,20 @@ class History:
     def _advance(self, slot: int) -> None:
         """Fill the coarser slots that ended, and clear what was a whole ring ago."""
         before = self.slot
-        held = slot - before <= HELD_S and not self._resumed
-        last = slot - 1 if held else before
+        continues = slot - before <= HELD_S and not self._resumed
+        last = slot - 1 if continues else before
         for (_, name), series in self._series.items():
             fine = series.rings[0]
             for second in range(before + 1, last + 1):
                 fine[second % _FINE.slots] = fine[before % _FINE.slots]
             for tier, ring in zip(_COARSER, series.rings[1:], strict=True):
                 first, end = before // tier.step_s, slot // tier.step_s
-                closed = range(first, end if held else min(first + 1, end))
+                # After a gap only the slot of the last sample has figures.
+                closed = range(first, end if continues else min(first + 1, end))
                 for coarse in closed:
                     seconds = range(coarse * tier.step_s, (coarse + 1) * tier.step_s)
                     ring[coarse % tier.slots] = _summary(
-                        [fine[one % _FINE.slots] for one in seconds if one <= last], name
+                        [fine[second % _FINE.slots] for second in seconds if second <= last], name
                     )
                 _clear(ring, closed.stop, end + 1)
             _clear(fine, last + 1, slot + 1)
@@ -211,20 +216,20 @@ class History:
 
 def figures_of(status: BoxStatus) -> dict[SeriesKey, float | None]:
     """Return what a sample of a deployment adds to the history."""
-    found: dict[SeriesKey, float | None] = {}
-    found.update(_keyed("", _traffic(status.models, status.workers)))
-    found["", "ttft_p50_s"] = status.ttft_p50_s
-    found["", "ttft_p99_s"] = status.ttft_p99_s
+    figures: dict[SeriesKey, float | None] = {}
+    figures.update(_keyed("", _traffic(status.models, status.workers)))
+    figures["", "ttft_p50_s"] = status.ttft_p50_s
+    figures["", "ttft_p99_s"] = status.ttft_p99_s
     for model in status.models:
-        workers = [one for one in status.workers if one.model == model.model]
+        workers = [worker for worker in status.workers if worker.model == model.model]
         subject = f"model {model.model}"
-        found.update(_keyed(subject, _traffic([model], workers)))
+        figures.update(_keyed(subject, _traffic([model], workers)))
         if model.figures is not None:
-            found[subject, "ttft_p50_s"] = model.figures.ttft_p50_s
-            found[subject, "ttft_p99_s"] = model.figures.ttft_p99_s
+            figures[subject, "ttft_p50_s"] = model.figures.ttft_p50_s
+            figures[subject, "ttft_p99_s"] = model.figures.ttft_p99_s
     for gpu in status.gpus:
-        found.update(_keyed(f"gpu {gpu.gpu}", _gpu(gpu)))
-    return found
+        figures.update(_keyed(f"gpu {gpu.gpu}", _gpu(gpu)))
+    return figures
 
 
 def _keyed(
@@ -237,12 +242,12 @@ def _traffic(
     models: tuple[ModelStatus, ...] | list[ModelStatus],
     workers: tuple[WorkerStatus, ...] | list[WorkerStatus],
 ) -> Iterator[tuple[str, float | None]]:
-    figures = [one.figures for one in models if one.figures is not None]
+    figures = [model.figures for model in models if model.figures is not None]
     if figures:
-        yield "output_tokens_per_s", sum(one.output_tokens_per_s for one in figures)
-        yield "in_flight", sum(one.in_flight for one in figures)
-        yield "queued", sum(one.queued for one in figures)
-    used = [one.kv_use for one in workers if one.kv_use is not None]
+        yield "output_tokens_per_s", sum(model.output_tokens_per_s for model in figures)
+        yield "in_flight", sum(model.in_flight for model in figures)
+        yield "queued", sum(model.queued for model in figures)
+    used = [worker.kv_use for worker in workers if worker.kv_use is not None]
     if used:
         yield "kv_mean", sum(used) / len(used)
         yield "kv_max", max(used)
@@ -264,18 +269,19 @@ def _clear(ring: array[float], start: int, end: int) -> None:
     count = min(end - start, size)
     if count <= 0:
         return
+    # In two parts where the slots go over the end of the ring.
     first = start % size
     until = min(size, first + count)
     ring[first:until] = _unknown(until - first)
-    rest = first + count - until
-    ring[:rest] = _unknown(rest)
+    wrapped = first + count - until
+    ring[:wrapped] = _unknown(wrapped)
 
 
 def _summary(values: list[float], name: str) -> float:
-    known = [one for one in values if not math.isnan(one)]
-    if not known:
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
         return math.nan
-    return max(known) if name in _PEAKS else sum(known) / len(known)
+    return max(numbers) if name in _PEAKS else sum(numbers) / len(numbers)
 
 
 def _rounded(value: float) -> float | None:

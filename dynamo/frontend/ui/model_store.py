@@ -175,16 +175,7 @@ class ModelStore:
         existing = next(path for path in (cache, *cache.parents) if path.exists())
         return DiskList(
             models=tuple(
-                DiskModel(
-                    name=one.name,
-                    store=one.store,
-                    size_bytes=one.size_bytes,
-                    used_at_s=one.used_at_s,
-                    formats=one.formats,
-                    is_complete=one.is_complete,
-                    served_by=one.served_by,
-                )
-                for one in models
+                msgspec.convert(model, DiskModel, from_attributes=True) for model in models
             ),
             free_bytes=shutil.disk_usage(existing).free,
         )
@@ -203,6 +194,7 @@ class ModelStore:
         if len(self._working) >= _THREADS:
             raise Overloaded("earlier searches of models have not ended; try again in a moment")
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # A thread cannot be cancelled: it counts until it ends, also for a client that has gone.
         self._working.add(future)
         future.add_done_callback(self._forget)
         try:
@@ -235,13 +227,14 @@ class ModelStore:
 
         def on_line(line: bytes) -> None:
             try:
-                told = _progress(line)
+                progress = _progress(line)
             except msgspec.MsgspecError:
                 return  # a line of the log
-            download.message = told.message
-            if told.total_bytes:
-                download.done_bytes, download.total_bytes = told.done_bytes, told.total_bytes
-                seen.append((time.monotonic(), told.done_bytes))
+            download.message = progress.message
+            if progress.total_bytes:
+                download.done_bytes = progress.done_bytes
+                download.total_bytes = progress.total_bytes
+                seen.append((time.monotonic(), progress.done_bytes))
                 took_s = seen[-1][0] - seen[0][0]
                 fetched = seen[-1][1] - seen[0][1]
                 download.bytes_per_s = max(0.0, fetched / took_s) if took_s else 0.0
@@ -314,8 +307,9 @@ async def _run(words: Sequence[str], on_line: Callable[[bytes], object]) -> tupl
     except BaseException:
         await _end(process)
         raise
-    told = [line for line in last if line]
-    lines = [line for line in told if line.startswith("dynamo ")] or told
+    # The verb's own message, if it has one: libraries may print more behind it.
+    texts = [line for line in last if line]
+    lines = [line for line in texts if line.startswith("dynamo ")] or texts
     return status, lines[-1] if lines else f"it exited with status {status}"
 
 

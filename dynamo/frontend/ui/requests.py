@@ -71,8 +71,8 @@ class RequestFeed:
             await in_file_thread(self._peers.begin, self._cursor)
         own = self._recent.after(self._cursor, _AT_ONCE)
         self._cursor = own.cursor
-        found = _table([own, *await in_file_thread(self._peers.newer, _AT_ONCE)], _AT_ONCE)
-        return found if found.requests.count or found.problems else None
+        table = _table([own, *await in_file_thread(self._peers.newer, _AT_ONCE)], _AT_ONCE)
+        return table if table.requests.count or table.problems else None
 
     async def find(self, request_id: str) -> RequestRecord:
         """Return one request with its route, also one that is running here. Raises ModelNotFound
@@ -80,12 +80,12 @@ class RequestFeed:
         try:
             return self._recent.find(request_id).explained()
         except ModelNotFound:
-            found = self._running(request_id)
-            if found is None:
-                found = await in_file_thread(self._peers.find, request_id)
-            if found is None:
+            record = self._running(request_id)
+            if record is None:
+                record = await in_file_thread(self._peers.find, request_id)
+            if record is None:
                 raise
-            return found
+            return record
 
 
 class PeerRequests:
@@ -101,25 +101,25 @@ class PeerRequests:
 
     def all(self, limit: int) -> list[RecentList]:
         """Return the newest ``limit`` requests of each."""
-        return [self._ask(one, 0.0, limit) for one in self._peers()]
+        return [self._ask(peer, 0.0, limit) for peer in self._peers()]
 
     def begin(self, cursor: float) -> None:
         """Let :meth:`newer` begin at ``cursor``."""
-        self._cursors = {one.entry.name: cursor for one in self._peers()}
+        self._cursors = {peer.entry.name: cursor for peer in self._peers()}
 
     def newer(self, limit: int) -> list[RecentList]:
         """Return the newest ``limit`` requests of each since the last call."""
-        found = []
-        for one in self._peers():
-            found.append(self._ask(one, self._cursors.get(one.entry.name, 0.0), limit))
-            self._cursors[one.entry.name] = found[-1].cursor
-        return found
+        lists = []
+        for peer in self._peers():
+            lists.append(self._ask(peer, self._cursors.get(peer.entry.name, 0.0), limit))
+            self._cursors[peer.entry.name] = lists[-1].cursor
+        return lists
 
     def find(self, request_id: str) -> RequestRecord | None:
         """Return one request with its route; None if no frontend has it."""
-        for one in self._peers():
+        for peer in self._peers():
             try:
-                status, body = self._get(one, f"{_PATH}/{quote(request_id, safe='')}")
+                status, body = self._get(peer, f"{_PATH}/{quote(request_id, safe='')}")
                 if status == 200:
                     return _decode_one(body)
             except (OSError, ValueError, msgspec.MsgspecError):
@@ -148,15 +148,17 @@ class PeerRequests:
         except StatefileError:  # the sample of the page says so
             return
         if document is not None:
-            yield from (one for one in frontends_in(document) if os.getpid() not in one.entry.pids)
+            yield from (
+                peer for peer in frontends_in(document) if os.getpid() not in peer.entry.pids
+            )
 
 
 def _table(lists: list[RecentList], limit: int) -> RequestTable:
     """Return the newest ``limit`` requests of all, the last one that ended first."""
-    found = [one for each in lists for one in each.requests]
-    found.sort(key=lambda one: one.received_at_s + one.duration_s, reverse=True)
+    records = [record for recent in lists for record in recent.requests]
+    records.sort(key=lambda record: record.received_at_s + record.duration_s, reverse=True)
     return RequestTable(
-        requests=columns(found[:limit]),
-        left_out=sum(one.left_out for one in lists) + len(found[limit:]),
-        problems=tuple(problem for one in lists for problem in one.problems),
+        requests=columns(records[:limit]),
+        left_out=sum(recent.left_out for recent in lists) + len(records[limit:]),
+        problems=tuple(problem for recent in lists for problem in recent.problems),
     )

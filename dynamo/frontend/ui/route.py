@@ -37,16 +37,9 @@ _CONTENT = f"{PAGE}/content/"
 _ROOT = "/"
 _DIGITS = 12
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
-_READ = ("GET", "HEAD")
-OPERATOR_UI_ROUTES = {
-    _EVENTS: _READ,
-    _HISTORY: _READ,
-    _LOGS: _READ,
-    _MODELS: _READ,
-    _HUB: _READ,
-    _REQUESTS: _READ,
-    f"{_REQUESTS}/": _READ,
-    _CONTENT: _READ,
+_READ = (_EVENTS, _HISTORY, _LOGS, _MODELS, _HUB, _REQUESTS, f"{_REQUESTS}/", _CONTENT)
+OPERATOR_UI_ROUTES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_READ, ("GET", "HEAD")),
     _ACTIONS: ("POST",),
 }
 
@@ -147,21 +140,20 @@ class UiRoutes:
                     f"`after` must be a whole number of seconds, of at most {_DIGITS} digits, got "
                     f"{shorten(after)}"
                 )
-            found = self.sampler.history.read(
+            figures = self.sampler.history.read(
                 query.get("subject", ""), query.get("range", "10m"), int(after)
             )
         except InvalidArgument as error:
             exchange.refuse(400, error.message)
             return
-        headers = [*HEADERS, ("cache-control", "no-store")]
-        exchange.respond(200, msgspec.json.encode(found), headers=headers)
+        _respond(exchange, figures)
 
     def _describe(self, exchange: Exchange) -> None:
         """Say what the client may see. The path is open: with a wrong key as without one."""
         key, problem = exchange.api_key, self._guard.problem(exchange)
         role = "none" if self._has_keys and key is None else "user" if problem else "operator"
-        rest = problem.removeprefix(f"{_ABOUT} is ")
-        about = _About(self._has_keys, role, "" if key is None else key.name, rest)
+        reason = problem.removeprefix(f"{_ABOUT} is ")
+        about = _About(self._has_keys, role, "" if key is None else key.name, reason)
         _respond(exchange, about)
 
     async def _list_requests(self, exchange: Exchange) -> None:
@@ -169,36 +161,38 @@ class UiRoutes:
 
     async def _show_request(self, exchange: Exchange) -> None:
         try:
-            found = await self._requests.find(unquote(exchange.path.removeprefix(f"{_REQUESTS}/")))
+            record = await self._requests.find(unquote(exchange.path.removeprefix(f"{_REQUESTS}/")))
         except DynamoError as error:
             exchange.respond(*error_response(error))
         else:
-            _respond(exchange, found)
+            _respond(exchange, record)
 
     def _show_content(self, exchange: Exchange) -> None:
         request_id = unquote(exchange.path.removeprefix(_CONTENT))
-        found = self._content(request_id)
-        if found is None:
+        content = self._content(request_id)
+        if content is None:
             text = "no content of this request is recorded now; see: dynamo record --content"
             exchange.refuse(404, text)
         else:
-            _respond(exchange, msgspec.Raw(found))
+            _respond(exchange, msgspec.Raw(content))
 
     async def _run(self, exchange: Exchange) -> None:
         try:
-            asked = _action(exchange.body)
+            button = _action(exchange.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
         by = operator_name(exchange, "the web page")
         work: Awaitable[str]
-        if (on_disk := self.store.actions.get(asked.action)) is not None:
-            work = on_disk(asked.name)
-        elif asked.action in self._source.actions:
-            work = in_file_thread(self._source.act, asked.action, asked.name, by)
+        if (on_disk := self.store.actions.get(button.action)) is not None:
+            work = on_disk(button.name)
+        elif button.action in self._source.actions:
+            work = in_file_thread(self._source.act, button.action, button.name, by)
         else:
-            known = ", ".join((*self._source.actions, *self.store.actions))
-            exchange.refuse(400, f"unknown action {shorten(asked.action, 64)!r}; there are {known}")
+            actions = ", ".join((*self._source.actions, *self.store.actions))
+            exchange.refuse(
+                400, f"unknown action {shorten(button.action, 64)!r}; there are {actions}"
+            )
             return
         await _answer(exchange, work, "message")
         self.sampler.wake()
@@ -214,17 +208,17 @@ class UiRoutes:
 async def _answer(exchange: Exchange, work: Awaitable[object], key: str = "") -> None:
     """Respond with the result of ``work``, below ``key`` if there is one, or with its error."""
     try:
-        found = await work
+        result = await work
     except DynamoError as error:
         # Not 500: most often the state of the worker or the model does not allow it.
         exchange.refuse(409 if error.status == 500 else error.status, error.message)
         return
-    _respond(exchange, {key: found} if key else found)
+    _respond(exchange, {key: result} if key else result)
 
 
-def _respond(exchange: Exchange, found: object) -> None:
+def _respond(exchange: Exchange, body: object) -> None:
     headers = [*HEADERS, ("cache-control", "no-store")]
-    exchange.respond(200, msgspec.json.encode(found), headers=headers)
+    exchange.respond(200, msgspec.json.encode(body), headers=headers)
 
 
 def _redirect(exchange: Exchange) -> None:

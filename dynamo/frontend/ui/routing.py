@@ -109,20 +109,20 @@ class LoadReports:
         for gone in self._subscriptions.keys() - components:
             self._subscriptions.pop(gone).close()
         for namespace, component in components - self._subscriptions.keys():
-            place = namespace, component, KV_METRICS
-            subscription = self._runtime.subscribe(*place, self._on_loads)
+            topic = namespace, component, KV_METRICS
+            subscription = self._runtime.subscribe(*topic, self._on_loads)
             self._subscriptions[namespace, component] = subscription
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_IDLE_S, self.close)
-        found = {}
+        reports = {}
         for payload in self._payloads.values():
             try:
                 states = _decode_loads(payload)
             except msgspec.MsgspecError:  # the router's log says so
                 continue
-            found.update({(one.worker_id, one.dp_rank): one for one in states})
-        return found
+            reports.update({(report.worker_id, report.dp_rank): report for report in states})
+        return reports
 
     def close(self) -> None:
         """Receive nothing more."""
@@ -134,6 +134,7 @@ class LoadReports:
         self._payloads.clear()
 
     def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        # To the end: the first one is then that of the publisher silent longest.
         self._payloads.pop(publisher_id, None)
         self._payloads[publisher_id] = payload
         if len(self._payloads) > _REPORTS:
@@ -160,15 +161,15 @@ class RoutingFeed:
         now_s = time.monotonic()
         after_s = now_s - _WINDOW_S if first else self._cursor - _OVERLAP_S
         self._cursor = now_s
-        found = sorted(
-            self._registry.decided_since(after_s), key=lambda one: one[0].sent_s, reverse=True
+        decided = sorted(
+            self._registry.decided_since(after_s), key=lambda pair: pair[0].sent_s, reverse=True
         )
         unix_s = time.time() - now_s
         return RoutingView(
             at_s=round(now_s + unix_s, 3),
             pools=self._pools(),
-            decisions=columns([_decision(*one, unix_s) for one in found[:_DECISIONS]]),
-            left_out=len(found[_DECISIONS:]),
+            decisions=columns([_decision(*pair, unix_s) for pair in decided[:_DECISIONS]]),
+            left_out=len(decided[_DECISIONS:]),
         )
 
     def close(self) -> None:
@@ -176,11 +177,11 @@ class RoutingFeed:
         self._loads.close()
 
     def _pools(self) -> tuple[RoutedPool, ...]:
-        loaded = self._models.loaded_models()
-        places = {one.router.workers[:2] for one in loaded}
-        prefills = [one.prefill.endpoint for one in loaded]
-        loads = self._loads.read(places | {one[:2] for one in prefills if one is not None})
-        return tuple(pool for one in loaded for pool in self._pools_of(one, loads))
+        models = self._models.loaded_models()
+        decode = {model.router.workers[:2] for model in models}
+        prefill = {model.prefill.endpoint[:2] for model in models if model.prefill.endpoint}
+        loads = self._loads.read(decode | prefill)
+        return tuple(pool for model in models for pool in self._pools_of(model, loads))
 
     def _pools_of(
         self, loaded: LoadedModel, loads: dict[tuple[int, int], KvMetrics]
@@ -190,7 +191,7 @@ class RoutingFeed:
         chooser = None if prefill is None else prefill.workers.picker
         if prefill is not None and chooser is not None:
             queue = prefill.queue
-            sent = {one: len(queue.running_at(one)) for one in queue.all_workers}
+            sent = {worker_id: len(queue.running_at(worker_id)) for worker_id in queue.all_workers}
             yield _pool(loaded.name, "prefill", chooser, len(queue), sent, loads)
         waiting = len(loaded.dispatch.queue or ())
         phase = "" if chooser is None else "decode"
@@ -237,22 +238,22 @@ def _worker(
     picker: KvPicker | None, slot: int, worker: RoutedWorker, load: KvMetrics | None
 ) -> RoutedWorker:
     """Return ``worker`` with what its router and its engine know of it."""
-    known: dict[str, int | float | None] = {}
+    changes: dict[str, int | float | None] = {}
     if load is not None:
         total = load.kv_total_blocks or worker.total_blocks
-        known = {
+        changes = {
             "running": load.num_requests_running,
             "waiting": load.num_requests_waiting,
             "total_blocks": total,
         }
         if total and load.kv_used_blocks is not None:
-            known["kv_use"] = round(min(1.0, load.kv_used_blocks / total), 3)
+            changes["kv_use"] = round(min(1.0, load.kv_used_blocks / total), 3)
     if picker is not None:
-        known["prefill_tokens"], wait_s = picker.active.backlog(slot)
-        known["prefill_s"] = None if wait_s is None else round(wait_s, 4)
+        changes["prefill_tokens"], wait_s = picker.active.backlog(slot)
+        changes["prefill_s"] = None if wait_s is None else round(wait_s, 4)
         if picker.index is not None:
-            known["cached_blocks"] = picker.index.held(slot)
-    return msgspec.structs.replace(worker, **known)
+            changes["cached_blocks"] = picker.index.held(slot)
+    return msgspec.structs.replace(worker, **changes)
 
 
 def _decision(figures: RequestFigures, decision: Decision, unix_s: float) -> RoutedDecision:

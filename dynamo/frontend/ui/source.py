@@ -127,12 +127,14 @@ class StatusSampler:
             except Exception:  # the pages open their streams again
                 log.exception("the status can't be read")
                 self.pages.close(_UNREADABLE)
+            # The next page needs all of its section, not what is new.
             self._shown.clear()
             if not self.pages:
                 await self._pause()
 
     async def _collect(self) -> None:
         self._collected_s = time.monotonic()
+        # Before the read: a change during it asks for another sample.
         self._wake.clear()
         own = self._own() if self._source.needs_own else None
         status, happened = await in_file_thread(self._read, own)
@@ -185,9 +187,7 @@ class StatusSampler:
                 await self._wake.wait()
         except TimeoutError:
             return
-        rest_s = started_s + _SHORTEST_S - time.monotonic()
-        if rest_s > 0:
-            await asyncio.sleep(rest_s)
+        await asyncio.sleep(max(0.0, started_s + _SHORTEST_S - time.monotonic()))
 
     def _write(self, data: bytes) -> None:
         try:
@@ -203,13 +203,13 @@ class StatusSampler:
 def _newest(events: Iterable[BoxEvent]) -> list[BoxEvent]:
     """Return the newest events that one message may have."""
     left = _FIRST_BYTES
-    found: list[BoxEvent] = []
-    for one in reversed([*events]):
-        left -= len(msgspec.json.encode(one)) + 1
+    newest: list[BoxEvent] = []
+    for record in reversed([*events]):
+        left -= len(msgspec.json.encode(record)) + 1
         if left < 0:
             break
-        found.append(one)
-    return found[::-1]
+        newest.append(record)
+    return newest[::-1]
 
 
 def _events(events: Iterable[BoxEvent], are_all: bool) -> bytes:
@@ -271,9 +271,9 @@ class BoxSource:
 
     def events(self) -> list[BoxEvent]:
         """Return the events since the last call, at first the newest of those kept. Blocks."""
-        found = self._events.all() if self._reads_all else list(self._events.read())
+        events = self._events.all() if self._reads_all else list(self._events.read())
         self._reads_all = False
-        return found[-_EVENTS:]
+        return events[-_EVENTS:]
 
     def outcomes(self) -> Iterator[ActionOutcome]:
         """Yield how actions ended."""
@@ -286,15 +286,20 @@ class BoxSource:
 
     def collect(self, own: FrontendStatus | None) -> BoxStatus:
         """Return the state of the deployment; without one, what ``own`` has. Blocks."""
-        found = self._collector.collect(own if self._has_keys else None)
-        found = msgspec.structs.replace(found, requests=())  # they have a feed of their own
-        runs = found.state == "running"
+        status = self._collector.collect(own if self._has_keys else None)
+        status = msgspec.structs.replace(status, requests=())  # they have a feed of their own
+        runs = status.state == "running"
         self.needs_own = self._has_keys or not runs
-        return found if runs or own is None else with_own_figures(found, own)
+        return status if runs or own is None else with_own_figures(status, own)
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Call ``on_change`` after a change of the statefile or of what workers register."""
+
+        def on_file(name: str, mask: int) -> None:
+            if name == self._statefile:
+                on_change()
+
         with contextlib.ExitStack() as stack:
             for prefix in (INSTANCES, MODEL_CARDS):
                 watch = self._discovery.watch(prefix, lambda event: on_change())
@@ -302,23 +307,20 @@ class BoxSource:
             try:
                 inotify = Inotify(on_change)
                 stack.callback(inotify.close)
-                inotify.add(self._directory, Mask.MOVED_TO | Mask.ONLYDIR, self._on_file(on_change))
+                inotify.add(self._directory, Mask.MOVED_TO | Mask.ONLYDIR, on_file)
             except (ConfigError, OSError) as error:  # then a change is shown up to a second later
                 log.warning("%s is not watched for the web page: %s", self._directory, error)
             yield
 
-    def _on_file(self, on_change: Callable[[], None]) -> Callable[[str, int], None]:
-        return lambda name, mask: on_change() if name == self._statefile else None
 
-
-def with_own_figures(found: BoxStatus, own: FrontendStatus) -> BoxStatus:
+def with_own_figures(status: BoxStatus, own: FrontendStatus) -> BoxStatus:
     """Return ``found``, which has no deployment, with the models and workers of a frontend."""
     return msgspec.structs.replace(
-        found,
+        status,
         frontend="draining" if own.draining else "ready",
         models=tuple(map(_model, own.models)),
         workers=tuple(worker for model in own.models for worker in _workers(model)),
-        problems=(*found.problems, _ALONE),
+        problems=(*status.problems, _ALONE),
         records_content=own.records_content,
     )
 
@@ -331,20 +333,20 @@ def _model(figures: ModelFigures) -> ModelStatus:
         ready=count,
         wanted=count,
         figures=figures,
-        workers=tuple(one.worker for one in figures.workers),
+        workers=tuple(worker.worker for worker in figures.workers),
     )
 
 
 def _workers(model: ModelFigures) -> list[WorkerStatus]:
     return [
         WorkerStatus(
-            name=one.worker,
+            name=worker.worker,
             service="",
             state="ready",
-            worker=one.worker,
+            worker=worker.worker,
             model=model.model,
-            in_flight=one.in_flight,
-            kv_use=one.kv_use,
+            in_flight=worker.in_flight,
+            kv_use=worker.kv_use,
         )
-        for one in model.workers
+        for worker in model.workers
     ]

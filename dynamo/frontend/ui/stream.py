@@ -82,19 +82,19 @@ def install_files(routes: Routes) -> None:
 def _files() -> dict[str, tuple[str, bytes]]:
     """Path → name and content."""
     static = resources.files("dynamo.frontend.ui").joinpath("static")
-    found = {}
+    files = {}
     for prefix, folder in ((PAGE, static), (f"{PAGE}/vendor", static.joinpath("vendor"))):
         for file in folder.iterdir():
             if file.is_file():
                 path = PAGE if file.name == "index.html" else f"{prefix}/{file.name}"
-                found[path] = (file.name, file.read_bytes())
-    return found
+                files[path] = (file.name, file.read_bytes())
+    return files
 
 
 def _respond(body: bytes, content_type: str, etag: str, exchange: Exchange) -> None:
     headers = [*HEADERS, ("cache-control", "no-cache"), ("etag", etag)]
-    known = exchange.headers.get("if-none-match", "")
-    if etag in {one.strip().removeprefix("W/") for one in known.split(",")}:
+    etags = exchange.headers.get("if-none-match", "")
+    if etag in {tag.strip().removeprefix("W/") for tag in etags.split(",")}:
         exchange.respond_unchanged(body, content_type, headers)
     else:
         exchange.respond(200, body, content_type, headers)
@@ -116,12 +116,12 @@ class LogStreams:
         """Stream the log that the query names: ``name=dynamo_Worker``."""
         name = parse_qs(exchange.query).get("name", [""])[-1]
         try:
-            known = select_watchers(self._directory, self._namespace, "")
+            names = select_watchers(self._directory, self._namespace, "")
         except InvalidArgument as error:
             exchange.refuse(404, error.message)
             return
-        if name not in known:
-            text = f"there is no log of '{shorten(name, 128)}'; there are: {', '.join(known)}"
+        if name not in names:
+            text = f"there is no log of '{shorten(name, 128)}'; there are: {', '.join(names)}"
             exchange.refuse(404, text)
             return
         try:
@@ -129,6 +129,7 @@ class LogStreams:
         except (ConfigError, OSError) as error:
             exchange.refuse(503, f"the log of {name} can't be followed: {error}")
             return
+        # Refused: without other streams the watch of above is not needed.
         if not self.streams.open(exchange):
             self._drop_closed()
             return
@@ -169,6 +170,7 @@ class LogStreams:
             lines: deque[LogLine] = deque(maxlen=_LINES)
             left_out = 0
             for line in reader.read():
+                # A full deque drops its oldest line.
                 left_out += len(lines) == _LINES
                 lines.append(line)
             if lines:
@@ -176,7 +178,7 @@ class LogStreams:
 
     def _drop_closed(self) -> None:
         """Close the readers of streams that ended; stop watching without any."""
-        for exchange in [one for one in self._readers if one not in self.streams]:
+        for exchange in [exchange for exchange in self._readers if exchange not in self.streams]:
             self._readers.pop(exchange)[1].close()
         if not self.streams and self._inotify is not None:
             self._inotify.close()
@@ -194,6 +196,7 @@ def _event(name: str, lines: Iterable[LogLine], left_out: int = 0) -> bytes:
 
 
 def _text(line: bytes) -> str:
+    # A bar of progress overwrites its line: only what stands behind the last \r is visible.
     text = _ESCAPES.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
     return text if len(text) <= _LINE_CHARACTERS else text[:_LINE_CHARACTERS] + " …"
 
@@ -218,18 +221,18 @@ class Columns(msgspec.Struct, frozen=True):
 
 def columns(records: Sequence[msgspec.Struct]) -> Columns:
     """Return ``records``, whose values are hashable, by their fields."""
-    found = Columns(len(records), {}, {})
+    table = Columns(len(records), {}, {})
     for field in msgspec.structs.fields(records[0]) if records else ():
-        values = [getattr(one, field.name) for one in records]
+        values = [getattr(record, field.name) for record in records]
         different = dict.fromkeys(values)
         if different.keys() == {field.default}:
             continue
         if isinstance(values[0], str) and len(different) < len(values):
-            found.texts[field.name] = [*different]
-            places = {value: place for place, value in enumerate(different)}
-            values = [places[value] for value in values]
-        found.columns[field.name] = values
-    return found
+            table.texts[field.name] = [*different]
+            indices = {value: index for index, value in enumerate(different)}
+            values = [indices[value] for value in values]
+        table.columns[field.name] = values
+    return table
 
 
 class EventStreams:
@@ -270,8 +273,9 @@ class EventStreams:
 
     def send(self, data: bytes, section: str | None = None) -> None:
         """Send an event to each stream, of ``section`` if given; drop those that read slowly."""
-        for exchange, shown in list(self._open.items()):
-            if section in (None, shown):
+        # A copy: one that reads too slowly is removed on the way.
+        for exchange, page_section in list(self._open.items()):
+            if section in (None, page_section):
                 self.send_one(exchange, data)
 
     def send_one(self, exchange: Exchange, data: bytes) -> None:
@@ -286,8 +290,8 @@ class EventStreams:
     def close(self, message: str, section: str | None = None) -> None:
         """End all streams, or those of ``section``; their pages show ``message`` and open them
         again."""
-        for exchange, shown in list(self._open.items()):
-            if section in (None, shown):
+        for exchange, page_section in list(self._open.items()):
+            if section in (None, page_section):
                 self.close_one(exchange, message)
 
     def close_one(self, exchange: Exchange, message: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from http_bench import Bench
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.frontend.apis.operator.record import RecordRoutes
+from dynamo.frontend.apis.operator.record import RecordRoutes, write_count
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
@@ -178,7 +178,8 @@ async def test_a_slow_client_loses_records_and_is_told(site: Site) -> None:
     assert len(bench.transport.out) == before  # nothing has accumulated
     site.end(prompt([1]))
     (recording,) = site.registry.recordings
-    recording.__self__.write_count(3)  # type: ignore[attr-defined]
+    own = recording.__self__  # type: ignore[attr-defined]
+    write_count(own._exchange, own, 3)
     assert len(lines(bench)) == 1
     assert counts(bench) == {"type": "count", "recorded": 1, "lost": 1000, "running": 3}
 
@@ -191,7 +192,8 @@ async def test_a_prompt_that_cannot_be_hashed_is_lost(
     wrong.original.token_ids = [-1]
     site.end(wrong)
     (recording,) = site.registry.recordings
-    recording.__self__.write_count(0)  # type: ignore[attr-defined]
+    own = recording.__self__  # type: ignore[attr-defined]
+    write_count(own._exchange, own, 0)
     assert counts(bench)["lost"] == 1
     assert "cannot be recorded" in caplog.text
 

@@ -65,7 +65,7 @@ def test_what_codex_sends() -> None:
     names = [tool["function"]["name"] for tool in request.tools]
     assert names == ["exec_command", "apply_patch", "multi_agent__spawn_agent"]
     assert "lark grammar:\nstart: begin_patch" in request.tools[1]["function"]["description"]
-    assert [tool["type"] for tool in request.origin.tools.shown] == [
+    assert [tool["type"] for tool in request.origin.tools.declared] == [
         *("function", "custom", "namespace"),
     ]
     assert request.stream and not request.origin.stores and request.origin.summarizes

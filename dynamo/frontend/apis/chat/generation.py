@@ -30,10 +30,18 @@ class _Named(msgspec.Struct):
     """The members that count; the others stay undecoded."""
 
     model: str
+    # Of any type: the route explains what is wrong with it.
     stream: Any = None
 
 
+class _Shape(msgspec.Struct):
+    """The field that distinguishes a chat from a text."""
+
+    messages: Any = None
+
+
 _decode = msgspec.json.Decoder(_Named).decode
+_shape = msgspec.json.Decoder(_Shape).decode
 
 
 def reject_early(
@@ -61,8 +69,8 @@ async def reject_large(
     registry: RequestRegistry, models: Models, exchange: Exchange, endpoint: str
 ) -> bool:
     """As :func:`reject_early` for a large body, which a thread reads."""
-    asked = await registry.off_loop.run(named_model, exchange.body)
-    return _reject(registry, models, exchange, endpoint, asked)
+    fields = await registry.off_loop.run(named_model, exchange.body)
+    return _reject(registry, models, exchange, endpoint, fields)
 
 
 def named_model(body: bytes) -> _Named | None:
@@ -73,21 +81,26 @@ def named_model(body: bytes) -> _Named | None:
         return None
 
 
+def is_chat(body: bytes) -> bool:
+    """Whether a body is a chat. Raises the errors of msgspec."""
+    return _shape(body).messages is not None
+
+
 def _reject(
     registry: RequestRegistry,
     models: Models,
     exchange: Exchange,
     endpoint: str,
-    asked: _Named | None,
+    fields: _Named | None,
 ) -> bool:
-    entry = None if asked is None else models.named(asked.model)
+    entry = None if fields is None else models.named(fields.model)
     loaded = None if entry is None or not entry.served else entry.loaded
-    if asked is None or loaded is None:
+    if fields is None or loaded is None:
         return False
     try:
         loaded.dispatch.check()
     except Overloaded as error:
-        kind = "stream" if asked.stream is True else "unary"
+        kind = "stream" if fields.stream is True else "unary"
         registry.hold_or_refuse(exchange, endpoint, error, loaded.name, kind)
         return True
     return False
@@ -140,8 +153,6 @@ class GenerationApi(NamedTuple):
 CHAT = GenerationApi.of_chat("chat_completions", "chatcmpl-", parse_chat, ChatStream)._replace(
     parsed_stream=ParsedChatStream
 )
-
-
 COMPLETION = GenerationApi(
     "completions",
     "cmpl-",

@@ -67,6 +67,7 @@ def location(
     Raises what :meth:`Picker.pick` raises.
     """
     fields: dict[str, Any] = {}
+    # With a prefill worker the blocks come from there: caches of decode workers count for nothing.
     prefill = dispatch.prefill.locate(tokens, routing) if dispatch.prefill is not None else None
     override = DECODE_OVERRIDE if prefill is not None else None
     if prefill is None or phase != _PREFILL:
@@ -74,11 +75,6 @@ def location(
         fields |= _ids(_DECODE, decode, ranks) if phase != _PREFILL else {}
         prefill = prefill or decode
     return fields if phase == _DECODE else _ids(_PREFILL, prefill, ranks) | fields
-
-
-def worker_id_field(decision: Decision, prefilled: Prefilled | None, ranks: bool) -> dict[str, Any]:
-    """``nvext.worker_id`` of a request that was sent; ``prefilled`` by a prefill worker, if any."""
-    return _ids(_PREFILL, prefilled or decision, ranks) | _ids(_DECODE, decision, ranks)
 
 
 def _ids(phase: str, target: Decision | Prefilled, ranks: bool) -> dict[str, Any]:
@@ -126,14 +122,17 @@ class OpenAIRoutes:
             if not self._ignores_nvext:
                 check_nvext(parsed.nvext, exchange.api_key)
             if api.complete is not None:
+                # Earlier turns are rendered, too: a long history takes a thread.
                 size_bytes += api.complete(parsed, exchange)
         except DynamoError as error:
+            # Parsed again there: a wait is rare, and nothing of this try is kept.
             if isinstance(error, NoInstances) and models.is_loading(model):
                 self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
                 return
-            self._refuse(exchange, api, error, model)
+            registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return
         self._adapt(parsed, loaded)
+        # A request that waits keeps its tokens alone in memory.
         registry.release_body(exchange)
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))
@@ -168,6 +167,7 @@ class OpenAIRoutes:
                 model = parsed.model
                 loaded = await models.find_loaded(model, api.model_type)
                 registry.release_body(exchange)
+                # A client that left during the parse has no ActiveRequest yet that would end.
                 if exchange.gone:
                     registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return
@@ -181,12 +181,13 @@ class OpenAIRoutes:
                 request = ActiveRequest(registry, exchange, info, loaded.metrics, streams)
                 await self._prepare_off_loop(request, loaded, api, parsed)
         except DynamoError as error:
-            self._refuse(exchange, api, error, model)
+            registry.hold_or_refuse(exchange, api.endpoint, error, model)
         except asyncio.CancelledError:
             raise
         except BaseException:  # also panics in Rust
             log.exception("a request to %s failed", api.endpoint)
-            self._refuse(exchange, api, DynamoError("Internal server error"), "unknown")
+            failure = DynamoError("Internal server error")
+            registry.hold_or_refuse(exchange, api.endpoint, failure, "unknown")
         finally:
             registry.leave()
 
@@ -205,12 +206,6 @@ class OpenAIRoutes:
                 self._dispatch(request, loaded, api, parsed, prepared)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
-
-    def _refuse(
-        self, exchange: Exchange, api: GenerationApi, error: DynamoError, model: str
-    ) -> None:
-        """Respond to a request that has not reached a model."""
-        self._registry.hold_or_refuse(exchange, api.endpoint, error, model)
 
     def _dispatch(
         self,
@@ -242,8 +237,8 @@ class OpenAIRoutes:
             phase = location_phase(parsed.nvext)
             if phase is not None:
                 tokens = prepared.prompts[0].token_ids
-                found = location(dispatch, tokens, routing, phase, self._models.kv_mode)
-                generation.worker_id = found
+                worker_ids = location(dispatch, tokens, routing, phase, self._models.kv_mode)
+                generation.worker_id = worker_ids
                 request.respond_location(generation.location())
                 return
         engine_requests = []
@@ -259,19 +254,21 @@ class OpenAIRoutes:
             at_once = max(1, _TOKENS_PER_TURN // choice_tokens)
         request.send(dispatch, engine_requests, prompt_tokens, at_once=at_once)
         if len(engine_requests) > at_once and not request.closed:
-            rest = _send_rest(request, loaded, engine_requests[at_once:], at_once)
-            self._tasks.spawn(rest, name="many choices")
+            later = _send_rest(request, loaded, engine_requests[at_once:], at_once)
+            self._tasks.spawn(later, name="many choices")
 
     def _worker_id_field(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
-        return worker_id_field(decision, prefilled, self._models.kv_mode)
+        """``nvext.worker_id`` of a request; ``prefilled`` by a prefill worker, if any."""
+        ranks = self._models.kv_mode
+        return _ids(_PREFILL, prefilled or decision, ranks) | _ids(_DECODE, decision, ranks)
 
 
 async def _send_rest(
-    request: ActiveRequest, loaded: TokenModel, rest: list[EngineRequest], per_turn: int
+    request: ActiveRequest, loaded: TokenModel, engine_requests: list[EngineRequest], per_turn: int
 ) -> None:
     """Send the choices that exceed the time of one loop turn, ``per_turn`` in each turn."""
     try:
-        for number, engine_request in enumerate(rest):
+        for number, engine_request in enumerate(engine_requests):
             if number % per_turn == 0:
                 await asyncio.sleep(0)
             if request.closed:

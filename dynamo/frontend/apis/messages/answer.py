@@ -47,30 +47,30 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filt
 
 def error_message(status: int, message: str) -> bytes:
     """The body of an error response."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return orjson.dumps(_error(kind, message))
+    return orjson.dumps(_error(status, message))
 
 
 def error_object(status: int, error: DynamoError) -> dict[str, Any]:
     """The same of ``error``, also for an event."""
+    body = _error(status, _in_its_words(public_message(error)))
     if isinstance(error, Overloaded):
-        return _error("overloaded_error", public_message(error))
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    found = _error(kind, _in_its_words(public_message(error)))
+        # Whatever status the operator has chosen for it.
+        body["error"]["type"] = "overloaded_error"
     if isinstance(error, ThreadUnsupported):
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        found["error"]["details"] = details
-    return found
+        body["error"]["details"] = details
+    return body
 
 
 def _in_its_words(message: str) -> str:
-    found = _TOO_LONG.match(message)
-    if found is None:
+    match = _TOO_LONG.match(message)
+    if match is None:
         return message
-    return f"prompt is too long: {found[2]} tokens > {found[1]} maximum"
+    return f"prompt is too long: {match[2]} tokens > {match[1]} maximum"
 
 
-def _error(kind: str, message: str) -> dict[str, Any]:
+def _error(status: int, message: str) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
@@ -94,9 +94,9 @@ class MessagesStream(EventStream):
         assert isinstance(request, MessagesChatRequest)
         self._hides_thinking = request.hides_thinking
         limit = prepared.requests[0].stop_conditions.max_tokens
-        asked = request.max_tokens
+        allowed = request.max_tokens
         # The context ends before the number of tokens that the client allows.
-        self._cut_by_context = limit is not None and asked is not None and limit < asked
+        self._cut_by_context = limit is not None and allowed is not None and limit < allowed
         self._block = ""
         self._index = -1
         self._text_head = b""
@@ -122,6 +122,7 @@ class MessagesStream(EventStream):
             self._open(events, "text", {"text": ""})
             events.append(self._text_head + json_bytes(delta.content) + _TEXT_END)
         for call in calls:
+            # Two calls in a row are two blocks of one kind, which _open would join.
             self._close(events)
             self._open(events, "tool_use", {"id": call.id, "name": call.name, "input": {}})
             events.append(self._arguments(call))
@@ -185,21 +186,21 @@ class MessagesStream(EventStream):
         return named_event("content_block_delta", data)
 
     def _head(self) -> dict[str, Any]:
-        head = {"id": self._response_id, "type": "message", "role": "assistant"}
-        return {**head, "model": self._model}
+        name = self._model
+        return {"id": self._response_id, "type": "message", "role": "assistant", "model": name}
 
     def _stop(self) -> dict[str, str | None]:
         """The reason of the end, and the stop sequence found, if any."""
-        found = self.choices[0].stop_reason
+        sequence = self.choices[0].stop_reason
         reason = self._finish_reason
-        if reason == "stop" and isinstance(found, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
-        shown = _STOP_REASONS.get(reason or "", "end_turn")
+        if reason == "stop" and isinstance(sequence, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+        stop_reason = _STOP_REASONS.get(reason or "", "end_turn")
         if reason == "stop" and self._called:  # of the function that the request names
-            shown = "tool_use"
+            stop_reason = "tool_use"
         if reason == "length" and self._cut_by_context:
-            shown = "model_context_window_exceeded"
-        return {"stop_reason": shown, "stop_sequence": None}
+            stop_reason = "model_context_window_exceeded"
+        return {"stop_reason": stop_reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """The counts so far. Cached tokens are no part of ``input_tokens``; what a request adds to
@@ -217,12 +218,12 @@ class MessagesStream(EventStream):
 
 def _tool_use(call: ToolCallPart) -> dict[str, Any]:
     text = "".join(call.arguments)
-    given = json_object(text or "{}")
-    if given is None:  # cut by max_tokens; the member is the one that Anthropic names
-        given = json_bytes({"INVALID_JSON": text})
+    arguments = json_object(text or "{}")
+    if arguments is None:  # cut by max_tokens; the member is the one that Anthropic names
+        arguments = json_bytes({"INVALID_JSON": text})
     return {
         "type": "tool_use",
         "id": call.id,
         "name": call.name,
-        "input": orjson.Fragment(given),
+        "input": orjson.Fragment(arguments),
     }

@@ -48,9 +48,9 @@ def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -
     if isinstance(system, str):
         texts = [system]
     else:
-        texts = [_text(f"system[{place}]", each) for place, each in enumerate(system)]
+        texts = [_text(f"system[{number}]", block) for number, block in enumerate(system)]
     if strip_preamble:
-        texts = [each for each in texts if not each.startswith(_BILLING)]
+        texts = [text for text in texts if not text.startswith(_BILLING)]
     text = "\n\n".join(texts)
     return {"role": "system", "content": text} if text else None
 
@@ -61,10 +61,10 @@ def chat_messages(messages: Sequence[NewMessage]) -> list[NewMessage]:
     A system message after others is part of the user's turn: many templates fail on a second one.
     Raises InvalidArgument.
     """
-    found: list[NewMessage] = []
+    converted: list[NewMessage] = []
     turn: _Turn | None = None
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
         role = message.get("role")
         if role not in _ROLES:
             raise InvalidArgument(
@@ -78,16 +78,16 @@ def chat_messages(messages: Sequence[NewMessage]) -> list[NewMessage]:
         if turn is None or turn.role != role:
             if turn is not None:
                 turn.finish()
-            turn = _Turn(role, found)
+            turn = _Turn(role, converted)
         turn.add(f"{where}.content", message.get("content"))
     if turn is not None:
         turn.finish()
-    return found
+    return converted
 
 
 def chat_tools(tools: Sequence[Block]) -> list[dict[str, Any]]:
     """The tools of a chat request. Raises InvalidArgument for tools of Anthropic's servers."""
-    return [_tool(f"tools[{place}]", each) for place, each in enumerate(tools)]
+    return [_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
 
 
 class _Turn:
@@ -108,8 +108,8 @@ class _Turn:
             raise InvalidArgument(
                 f"{where}: must be a string or an array of blocks, got `{type(content).__name__}`"
             )
-        for place, block in enumerate(content):
-            self._add_block(f"{where}[{place}]", block)
+        for number, block in enumerate(content):
+            self._add_block(f"{where}[{number}]", block)
 
     def finish(self) -> None:
         """Append the message of the blocks so far."""
@@ -119,6 +119,7 @@ class _Turn:
         if self._thoughts:
             message["reasoning_content"] = "\n".join(self._thoughts)
         if self._calls:
+            # Null beside calls, as OpenAI's clients send it: templates are written for that.
             message["content"] = message["content"] or None
             message["tool_calls"] = self._calls
         self._messages.append(message)
@@ -144,10 +145,10 @@ class _Turn:
             if thought:
                 self._thoughts.append(thought)
         elif block["type"] == "tool_use":
-            given = block.get("input")
-            if not isinstance(given, dict):
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
                 raise InvalidArgument(f"{where}.input: must be an object")
-            function = {"name": _string(where, block, "name"), "arguments": given}
+            function = {"name": _string(where, block, "name"), "arguments": arguments}
             call = {"id": _string(where, block, "id"), "type": "function", "function": function}
             self._calls.append(call)
 
@@ -158,10 +159,10 @@ class _Turn:
         if isinstance(content, str):
             parts = [{"type": "text", "text": content}]
         elif isinstance(content, list):
-            for place, each in enumerate(content):
-                inner = f"{where}.content[{place}]"
-                _kind(inner, each)
-                parts += _parts(inner, each)
+            for number, item in enumerate(content):
+                inner = f"{where}.content[{number}]"
+                _kind(inner, item)
+                parts += _parts(inner, item)
         elif content is not None:
             raise InvalidArgument(f"{where}.content: must be a string or an array of blocks")
         images = [ToolImage(part) for part in parts if part["type"] != "text"]
@@ -169,6 +170,7 @@ class _Turn:
         if block.get("is_error") is True:
             text = f"Error: {text}"
         call_id = _string(where, block, "tool_use_id")
+        # What the user said before this result stays in front of it, as a message of its own.
         self.finish()
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         self._parts += images
@@ -179,14 +181,14 @@ def _kind(where: str, block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise InvalidArgument(f"{where}: expected an object with a `type`")
-    known = _FIELDS.get(kind)
-    if known is None:
+    fields = _FIELDS.get(kind)
+    if fields is None:
         raise InvalidArgument(
             f"{where}.type: `{shorten(kind)}` is not supported; this server takes "
             f"{', '.join(_FIELDS)}"
         )
-    if not known >= block.keys():
-        raise _unsupported(where, block.keys() - known)
+    if not fields >= block.keys():
+        raise _unsupported(where, block.keys() - fields)
     return kind
 
 
@@ -203,12 +205,11 @@ def _text_part(where: str, block: Block) -> list[NewMessage]:
 
 
 def _image(where: str, block: Block) -> list[NewMessage]:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
-    if kind == "base64" and isinstance(source, dict):
+    kind, source = _source(block)
+    if kind == "base64":
         media_type = _string(f"{where}.source", source, "media_type")
         url = f"data:{media_type};base64,{_string(f'{where}.source', source, 'data')}"
-    elif kind == "url" and isinstance(source, dict):
+    elif kind == "url":
         url = _string(f"{where}.source", source, "url")
     else:
         raise InvalidArgument(
@@ -217,10 +218,14 @@ def _image(where: str, block: Block) -> list[NewMessage]:
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def _document(where: str, block: Block) -> list[NewMessage]:
+def _source(block: Block) -> tuple[Any, Block]:
     source = block.get("source")
-    if not isinstance(source, dict) or source.get("type") != "text":
-        kind = source.get("type") if isinstance(source, dict) else None
+    return (source.get("type"), source) if isinstance(source, dict) else (None, {})
+
+
+def _document(where: str, block: Block) -> list[NewMessage]:
+    kind, source = _source(block)
+    if kind != "text":
         raise InvalidArgument(
             f"{where}.source.type: must be text, got {shorten(repr(kind))}; send the text of the "
             "document"
@@ -233,7 +238,7 @@ def _search_result(where: str, block: Block) -> list[NewMessage]:
     content = block.get("content")
     if not isinstance(content, list):
         raise InvalidArgument(f"{where}.content: must be an array of text blocks")
-    texts = [_text(f"{where}.content[{place}]", each) for place, each in enumerate(content)]
+    texts = [_text(f"{where}.content[{number}]", item) for number, item in enumerate(content)]
     heads = [_string(where, block, "title"), _string(where, block, "source")]
     return [{"type": "text", "text": "\n".join([*heads, *texts])}]
 

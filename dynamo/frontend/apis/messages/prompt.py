@@ -86,6 +86,7 @@ class MessagesBody(PromptBody, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    # Only null: a value names what exists on Anthropic's servers alone.
     container: None = None
     thread: Any = None
 
@@ -132,24 +133,24 @@ def parse_messages(
     Claude Code out of the prompt.
     """
     kind = MessagesBody if ignore_unsupported else StrictMessagesBody
-    given = _decoded(body, kind)
-    if given.thread not in (None, False):
+    parsed = _decoded(body, kind)
+    if parsed.thread not in (None, False):
         raise ThreadUnsupported("thread: nothing is stored; send all messages")
-    request = _chat_request(given, strip_preamble)
-    request.stream = given.stream
-    request.stop = given.stop_sequences or None
-    request.temperature, request.top_p = given.temperature, given.top_p
-    request.top_k = given.top_k
-    if given.output_config is not None and given.output_config.format is not None:
-        schema = {"name": "output", "schema": given.output_config.format.schema}
+    request = _chat_request(parsed, strip_preamble)
+    request.stream = parsed.stream
+    request.stop = parsed.stop_sequences or None
+    request.temperature, request.top_p = parsed.temperature, parsed.top_p
+    request.top_k = parsed.top_k
+    if parsed.output_config is not None and parsed.output_config.format is not None:
+        schema = {"name": "output", "schema": parsed.output_config.format.schema}
         request.response_format = {"type": "json_schema", "json_schema": schema}
-    if given.thinking is not None:
-        request.hides_thinking = given.thinking.display == "omitted"
-        budget = given.thinking.budget_tokens
+    if parsed.thinking is not None:
+        request.hides_thinking = parsed.thinking.display == "omitted"
+        budget = parsed.thinking.budget_tokens
         if budget is not None:
             request.nvext = NvExt(max_thinking_tokens=budget)
     check_chat(request)
-    request.max_tokens = given.max_tokens  # behind the check: any number counts as the context
+    request.max_tokens = parsed.max_tokens  # behind the check: any number counts as the context
     return request
 
 
@@ -179,6 +180,7 @@ def _explained(body: bytes, error: Exception, kind: type[PromptBody]) -> Invalid
         return InvalidArgument(f"The body is not valid JSON: {syntax}")
     if not isinstance(raw, dict):
         return InvalidArgument(f"The body must be a JSON object, got `{type(raw).__name__}`")
+    # The typed decoder stops at the first unknown field: name all of them at once.
     unknown = sorted(raw.keys() - set(kind.__struct_fields__))
     if unknown and kind.__struct_config__.forbid_unknown_fields:
         names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
@@ -186,32 +188,33 @@ def _explained(body: bytes, error: Exception, kind: type[PromptBody]) -> Invalid
     return InvalidArgument(decoder_text(error))
 
 
-def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatRequest:
+def _chat_request(body: PromptBody, strip_preamble: bool) -> MessagesChatRequest:
     """The part of the request that makes the prompt."""
-    if not given.messages:
+    if not body.messages:
         raise InvalidArgument("messages: at least one message is required")
     for name, values, limit in (
-        ("messages", given.messages, MAX_MESSAGES),
-        ("tools", given.tools or (), MAX_TOOLS),
+        ("messages", body.messages, MAX_MESSAGES),
+        ("tools", body.tools or (), MAX_TOOLS),
     ):
         if len(values) > limit:
             raise InvalidArgument(f"{name}: at most {limit} entries, got {len(values)}")
     messages = _with_system(
-        system_message(given.system, strip_preamble), chat_messages(given.messages)
+        system_message(body.system, strip_preamble), chat_messages(body.messages)
     )
-    request = MessagesChatRequest(model=given.model, messages=messages)
+    request = MessagesChatRequest(model=body.model, messages=messages)
     if messages[-1]["role"] == "assistant":  # the answer goes on from this text
         request.continue_final_message, request.add_generation_prompt = True, False
-    if given.tools:
-        request.tools = chat_tools(given.tools)
-    if given.tool_choice is not None:
-        _choose_tool(request, given.tool_choice)
-    variables = {} if given.chat_template_kwargs is None else dict(given.chat_template_kwargs)
-    if given.thinking is not None and given.thinking.type != "adaptive":
+    if body.tools:
+        request.tools = chat_tools(body.tools)
+    if body.tool_choice is not None:
+        _choose_tool(request, body.tool_choice)
+    variables = {} if body.chat_template_kwargs is None else dict(body.chat_template_kwargs)
+    # Adaptive leaves it to the template; what a client sets for the template itself goes first.
+    if body.thinking is not None and body.thinking.type != "adaptive":
         for name in _THINKING:
-            variables.setdefault(name, given.thinking.type == "enabled")
+            variables.setdefault(name, body.thinking.type == "enabled")
     request.chat_template_kwargs = variables or None
-    effort = None if given.output_config is None else given.output_config.effort
+    effort = None if body.output_config is None else body.output_config.effort
     request.reasoning_effort = None if effort is None else _EFFORTS.get(effort, effort)
     return request
 

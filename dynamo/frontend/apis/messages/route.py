@@ -52,23 +52,24 @@ def model_page(listed: Sequence[Listed], query: str) -> dict[str, Any]:
 
     Raises InvalidArgument.
     """
-    given = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
-    limit = _limit(given.get("limit"))
-    names = [one[0] for one in listed]
+    fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
+    limit = _limit(fields.get("limit"))
+    names = [model[0] for model in listed]
     begin, end = 0, len(names)
-    if "after_id" in given:
-        begin = _place(names, "after_id", given["after_id"]) + 1
-    if "before_id" in given:
-        end = _place(names, "before_id", given["before_id"])
-    if "before_id" in given and "after_id" not in given:
-        shown, more = listed[max(end - limit, 0) : end], end > limit
+    if "after_id" in fields:
+        begin = _index(names, "after_id", fields["after_id"]) + 1
+    if "before_id" in fields:
+        end = _index(names, "before_id", fields["before_id"])
+    # Backwards: the last models in front of before_id, as in Anthropic's pages.
+    if "before_id" in fields and "after_id" not in fields:
+        page, more = listed[max(end - limit, 0) : end], end > limit
     else:
-        shown, more = listed[begin : min(begin + limit, end)], begin + limit < end
+        page, more = listed[begin : min(begin + limit, end)], begin + limit < end
     return {
-        "data": [model_info(*one) for one in shown],
+        "data": [model_info(*model) for model in page],
         "has_more": more,
-        "first_id": shown[0][0] if shown else None,
-        "last_id": shown[-1][0] if shown else None,
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
     }
 
 
@@ -82,7 +83,7 @@ def _limit(text: str | None) -> int:
     return int(text)
 
 
-def _place(names: list[str], field: str, name: str) -> int:
+def _index(names: list[str], field: str, name: str) -> int:
     if name not in names:
         raise InvalidArgument(f"{field}: no model `{shorten(name)}`")
     return names.index(name)
@@ -143,16 +144,10 @@ async def _count(
 
 
 _RELAYED_ERRORS = ErrorShape(_body, _event)
-
-
 _ERRORS = ErrorShape(_body, _event, "request-id", _add_id)
-
-
 _MESSAGES = GenerationApi.of_chat(
     "anthropic_messages", "msg_", parse_messages, MessagesStream
 )._replace(prepare=prepare_message, prepare_off_loop=_prepare_off_loop, errors=_ERRORS)
-
-
 _COUNT_TOKENS = _MESSAGES._replace(
     endpoint="anthropic_count_tokens", parse=parse_count, prepare_off_loop=_count
 )

@@ -40,6 +40,7 @@ class CacheRoutes:
             text = f"{_PATH} takes no fields: it clears all workers; send no body"
             exchange.respond(*error_response(InvalidRequest(text), self._overload_status))
             return
+        # A worker has several endpoints, and perhaps several models: ask it once.
         workers = {
             (record.namespace, record.component, record.instance_id): record
             for record in self._models.instances()

@@ -25,7 +25,7 @@ from dynamo.http.routes import Routes, in_task
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.eligibility.eligibility_filter import Thresholds
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
 
@@ -71,9 +71,7 @@ _FIELDS = {
     "active_prefill_tokens_threshold": "prefill_tokens",
     "active_prefill_tokens_threshold_frac": "prefill_batch_share",
 }
-"""Name in a body → field of :class:`Thresholds`."""
-
-
+"""Name in a body → field of ``Thresholds``."""
 _change = msgspec.json.Decoder(_Change).decode
 
 
@@ -95,11 +93,9 @@ class BusyThresholdRoutes:
 
     def _list(self, exchange: Exchange) -> None:
         """List the models that have a threshold."""
-        gates = [(one.name, one.picker.eligibility) for one in self._models.loaded_models()]
+        gates = [(model.name, model.picker.eligibility) for model in self._models.loaded_models()]
         rows = [
-            _shown(name, eligibility.thresholds, eligibility.admission_control)
-            for name, eligibility in gates
-            if eligibility.thresholds.any
+            _row_of(name, eligibility) for name, eligibility in gates if eligibility.thresholds.any
         ]
         exchange.respond(200, msgspec.json.encode({"thresholds": rows}))
 
@@ -120,24 +116,26 @@ class BusyThresholdRoutes:
             text = f"Model '{shorten(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
-            given = {field: getattr(change, name) for name, field in _FIELDS.items()}
-            given = {field: value for field, value in given.items() if value is not None}
+            changes = {field: getattr(change, name) for name, field in _FIELDS.items()}
+            changes = {field: value for field, value in changes.items() if value is not None}
             eligibility = entry.loaded.picker.eligibility
-            if given:
-                await entry.limit(dataclasses.replace(eligibility.thresholds, **given))
-            shown = _shown(change.model, eligibility.thresholds, eligibility.admission_control)
-            body = msgspec.json.encode(shown)
-            idle = "warning" in shown
-            if given:
+            if changes:
+                await entry.limit(dataclasses.replace(eligibility.thresholds, **changes))
+            row = _row_of(change.model, eligibility)
+            body = msgspec.json.encode(row)
+            idle = "warning" in row
+            if changes:
                 say = log.warning if idle else log.info
                 say("busy thresholds %s: %s", "kept" if idle else "set", body.decode())
             headers = [("warning", f'199 - "{_IDLE}"')] if idle else []
             exchange.respond(200, body, headers=headers)
 
 
-def _shown(model: str, thresholds: Thresholds, in_force: bool) -> dict[str, Any]:
+def _row_of(model: str, eligibility: EligibilityFilter) -> dict[str, Any]:
+    thresholds = eligibility.thresholds
     row = {"model": model, **{key: getattr(thresholds, field) for key, field in _FIELDS.items()}}
-    return row if in_force or not thresholds.any else {**row, "warning": _IDLE}
+    in_force = eligibility.admission_control or not thresholds.any
+    return row if in_force else {**row, "warning": _IDLE}
 
 
 def _out_of_range(change: _Change) -> str:
@@ -146,8 +144,9 @@ def _out_of_range(change: _Change) -> str:
         return f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
     tokens = change.active_prefill_tokens_threshold
     if tokens is not None and tokens > _MOST_TOKENS:
-        given = shorten(tokens) if tokens < 1 << 256 else "a longer number"
-        return f"active_prefill_tokens_threshold must be at most {_MOST_TOKENS}, got {given}"
+        # Python refuses to print an int of more than 4300 digits.
+        amount = shorten(tokens) if tokens < 1 << 256 else "a longer number"
+        return f"active_prefill_tokens_threshold must be at most {_MOST_TOKENS}, got {amount}"
     fraction = change.active_prefill_tokens_threshold_frac
     if fraction is not None and fraction < 0:
         return f"active_prefill_tokens_threshold_frac must be >= 0.0, got {fraction}"
@@ -176,7 +175,7 @@ class InfoRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        routes.get("/live", self._live)
+        routes.get("/live", lambda exchange: exchange.respond(200, _LIVE))
         routes.get("/health", self._health)
         routes.get("/metrics", in_task(self._tasks.spawn, self._metrics))
         routes.get("/v1/models", self._list)
@@ -185,23 +184,20 @@ class InfoRoutes:
         routes.get("/docs", self._docs)
         self._openapi = _openapi(routes)
 
-    def _live(self, exchange: Exchange) -> None:
-        exchange.respond(200, _LIVE)
-
     def _health(self, exchange: Exchange) -> None:
         """Respond 200 when a worker can be reached, or is started when a request needs it; 503
         without one and while draining."""
         instances, outages = self._models.instances(), self._models.outages()
-        rows = [_instance_row(one, outages.get(one.instance_id)) for one in instances]
+        rows = [_instance_row(record, outages.get(record.instance_id)) for record in instances]
         body: dict[str, Any]
         if self._requests.draining:
             body = {"status": "draining", "message": "Service is shutting down"}
         elif not instances and not self._models.on_demand.listed():
             body = {"status": "unhealthy", "message": "No endpoints available"}
-        elif instances and all(one.instance_id in outages for one in instances):
+        elif instances and all(record.instance_id in outages for record in instances):
             body = {"status": "unhealthy", "message": "No instance answers"}
         else:
-            paths = {f"dyn://{one.namespace}.{one.component}.{one.endpoint}" for one in instances}
+            paths = {"dyn://{namespace}.{component}.{endpoint}".format(**row) for row in rows}
             body = {"status": "healthy", "endpoints": sorted(paths)}
         body["instances"] = rows
         # For `dynamo serve`, which has no API key and so may not read /v1/models.
@@ -240,7 +236,7 @@ class InfoRoutes:
         if _VERSION in exchange.headers:
             self._list_as_anthropic(exchange)
             return
-        rows = [_row(*one, self._models.max_images(one[0])) for one in self._models.public()]
+        rows = [_row(*model, self._models.max_images(model[0])) for model in self._models.public()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
 
     def _list_as_anthropic(self, exchange: Exchange) -> None:
@@ -254,10 +250,11 @@ class InfoRoutes:
     def _one(self, exchange: Exchange) -> None:
         name = exchange.path[len(_MODELS) :]
         anthropic = _VERSION in exchange.headers
-        for one in self._models.listed():
-            if one[0] == name:
-                row = model_info(*one) if anthropic else _row(*one, self._models.max_images(name))
-                exchange.respond(200, orjson.dumps(row))
+        # Before /ready: the name of a model may end with it.
+        for row in self._models.listed():
+            if row[0] == name:
+                body = model_info(*row) if anthropic else _row(*row, self._models.max_images(name))
+                exchange.respond(200, orjson.dumps(body))
                 return
         if name.endswith(_READY):
             self._ready(exchange, name.removesuffix(_READY))
@@ -312,9 +309,10 @@ def _openapi(routes: Routes) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     rows = [row for row in routes.paths() if row[0] not in ("/", "/v1/responses/")]
     for path, methods in (*rows, *_STORED):
-        rest = _PARAMETERS.get(path, "path") if path.endswith("/") else ""
-        shown = f"{path}{{{rest}}}" if rest else path
-        rest = "response_id" if "{response_id}" in path else rest
+        parameter = "response_id" if "{response_id}" in path else ""
+        if path.endswith("/"):
+            parameter = _PARAMETERS.get(path, "path")
+            path += f"{{{parameter}}}"
         for method in methods:
             if method == "HEAD":
                 continue
@@ -323,10 +321,10 @@ def _openapi(routes: Routes) -> dict[str, Any]:
                 schema = {"$ref": f"#/components/schemas/{_BODIES[path].__name__}"}
                 content = {"application/json": {"schema": schema}}
                 operation["requestBody"] = {"required": True, "content": content}
-            if rest:
-                parameter = {"name": rest, "in": "path", "required": True}
-                operation["parameters"] = [{**parameter, "schema": {"type": "string"}}]
-            paths.setdefault(shown, {})[method.lower()] = operation
+            if parameter:
+                described = {"name": parameter, "in": "path", "required": True}
+                operation["parameters"] = [{**described, "schema": {"type": "string"}}]
+            paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "dynamo-appliance", "version": __version__},

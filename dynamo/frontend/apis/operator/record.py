@@ -69,7 +69,7 @@ class Recording:
         self._model = model
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._begun_s = time.monotonic()
-        self._recorded = self._lost = 0
+        self.recorded = self.lost = 0
 
     def ended(self, request: ActiveRequest) -> None:
         """Record ``request``, unless it arrived before the recording began. O(tokens)."""
@@ -78,35 +78,31 @@ class Recording:
             return
         exchange, prompts = self._exchange, request.engine_requests
         if exchange.above_high_water:
-            self._lost += len(prompts)
+            self.lost += len(prompts)
             return
         now_s = time.monotonic()
         try:
-            records = [self._record(name, one, arrived_s, now_s) for one in prompts]
+            records = [
+                self._record(name, engine_request, arrived_s, now_s) for engine_request in prompts
+            ]
         except Exception:  # a record must not keep a request from ending
             log.exception("a request cannot be recorded")
-            self._lost += len(prompts)
+            self.lost += len(prompts)
             return
-        self._recorded += len(prompts)
+        self.recorded += len(prompts)
         exchange.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
-    def write_count(self, running: int) -> None:
-        """Write the counts, unless the client is behind."""
-        if not self._exchange.above_high_water:
-            count = RecordingCount(recorded=self._recorded, lost=self._lost, running=running)
-            self._exchange.write(msgspec.json.encode(count) + b"\n")
-
     def _record(
-        self, model: str, one: EngineRequest, arrived_s: float, now_s: float
+        self, model: str, engine_request: EngineRequest, arrived_s: float, now_s: float
     ) -> RecordedRequest:
-        prompt, routing = one.original, one.routing
+        prompt, routing = engine_request.original, engine_request.routing
         session = None if routing is None else routing.session_id
         return RecordedRequest(
             model=model,
             arrived_ms=round((arrived_s - self._begun_s) * 1e3, 3),
             ended_ms=round((now_s - self._begun_s) * 1e3, 3),
             input_length=_length(prompt),
-            output_length=one.tokens,
+            output_length=engine_request.tokens,
             blocks=self._block_ids(model, prompt),
             session=None if session is None else self._keyed(b"s" + session.encode()),
         )
@@ -126,6 +122,14 @@ class Recording:
 
     def _keyed(self, value: bytes) -> int:
         return int.from_bytes(blake2b(value, digest_size=_ID_BYTES, key=self._key).digest())
+
+
+def write_count(exchange: Exchange, recording: Recording | ContentRecording, running: int) -> None:
+    """Write the counts of ``recording``, unless the client is behind."""
+    if not exchange.above_high_water:
+        recorded, lost = recording.recorded, recording.lost
+        count = RecordingCount(recorded=recorded, lost=lost, running=running)
+        exchange.write(msgspec.json.encode(count) + b"\n")
 
 
 def _padded(tokens: Tokens) -> Tokens:
@@ -156,9 +160,9 @@ class RecordRoutes:
     async def _record(self, exchange: Exchange) -> None:
         registry = self._registry
         try:
-            asked = _parse(exchange.query)
-            asked = asked._replace(model=self._known(asked.model))
-            if asked.content and registry.content is not None:
+            query = _parse(exchange.query)
+            query = query._replace(model=self._model_name(query.model))
+            if query.content and registry.content is not None:
                 raise Unavailable("one client records content already; end that recording")
             if len(registry.recordings) >= _RECORDINGS:
                 raise Unavailable(f"{_RECORDINGS} clients record already; end one of them")
@@ -170,31 +174,28 @@ class RecordRoutes:
             return
         exchange.deadline = NEVER
         exchange.start(200, _CONTENT_TYPE, [("cache-control", "no-cache")])
-        if asked.content:
-            await self._record_content(exchange, asked)
+        if query.content:
+            await self._record_content(exchange, query)
         else:
-            await self._record_figures(exchange, asked.model)
+            await self._record_figures(exchange, query.model)
 
     async def _record_figures(self, exchange: Exchange, model: str | None) -> None:
-        registry = self._registry
-        recording = Recording(exchange, model)
-        registry.recordings.append(recording.ended)
+        recordings, recording = self._registry.recordings, Recording(exchange, model)
+        recordings.append(recording.ended)
         try:
-            while True:
-                recording.write_count(registry.admitted)
-                await asyncio.sleep(_COUNT_S)
+            await self._count(exchange, recording)
         finally:
-            registry.recordings.remove(recording.ended)
+            recordings.remove(recording.ended)
 
-    async def _record_content(self, exchange: Exchange, asked: _Asked) -> None:
+    async def _record_content(self, exchange: Exchange, query: _Query) -> None:
         registry, key = self._registry, exchange.api_key
         name = "a client of this machine" if key is None else f"operator {key.name}"
-        log.warning("%s records the content of requests, at most %g s", name, asked.seconds)
-        until_s = time.monotonic() + asked.seconds
-        recording = ContentRecording(exchange, asked.model, asked.mb * MIB, until_s)
+        log.warning("%s records the content of requests, at most %g s", name, query.seconds)
+        until_s = time.monotonic() + query.seconds
+        recording = ContentRecording(exchange, query.model, query.mb * MIB, until_s)
         registry.content = recording
         registry.recordings.append(recording.ended)
-        counts = self._tasks.spawn(self._count_content(exchange, recording), name="count content")
+        counts = self._tasks.spawn(self._count(exchange, recording), name="count content")
         try:
             exchange.end(ending(await recording.send()))
         finally:
@@ -203,17 +204,12 @@ class RecordRoutes:
             registry.recordings.remove(recording.ended)
             log.warning("%s: the recording of content has ended", name)
 
-    async def _count_content(self, exchange: Exchange, recording: ContentRecording) -> None:
+    async def _count(self, exchange: Exchange, recording: Recording | ContentRecording) -> None:
         while True:
-            if not exchange.above_high_water:
-                running = self._registry.admitted
-                count = RecordingCount(
-                    recorded=recording.recorded, lost=recording.lost, running=running
-                )
-                exchange.write(msgspec.json.encode(count) + b"\n")
+            write_count(exchange, recording, self._registry.admitted)
             await asyncio.sleep(_COUNT_S)
 
-    def _known(self, name: str | None) -> str | None:
+    def _model_name(self, name: str | None) -> str | None:
         """Return the model of a name or an alias, None for all. Raises ModelNotFound."""
         if name is None:
             return None
@@ -225,7 +221,7 @@ class RecordRoutes:
         raise ModelNotFound(f"Model not found: {shorten(name)}")
 
 
-class _Asked(NamedTuple):
+class _Query(NamedTuple):
     """What the query asks for."""
 
     model: str | None
@@ -234,25 +230,25 @@ class _Asked(NamedTuple):
     mb: int
 
 
-def _parse(query: str) -> _Asked:
+def _parse(query: str) -> _Query:
     """Read a query. Raises InvalidArgument."""
-    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    fields = {name: values[-1] for name, values in parse_qs(query).items()}
     unknown = ", ".join(
         f"`{shorten(name)}`"
-        for name in sorted(given.keys() - {"model", "content", "seconds", "mb"})
+        for name in sorted(fields.keys() - {"model", "content", "seconds", "mb"})
     )
     if unknown:
         raise InvalidArgument(f"The query takes `model`, `content`, `seconds`, `mb`, not {unknown}")
-    content = given.get("content", "false")
-    if content != "true" and given.keys() & {"seconds", "mb"}:
+    content = fields.get("content", "false")
+    if content != "true" and fields.keys() & {"seconds", "mb"}:
         raise InvalidArgument("`seconds` and `mb` belong to `content=true`")
     if content not in ("true", "false"):
         raise InvalidArgument(f"`content` must be true or false, got {shorten(content)}")
-    return _Asked(
-        given.get("model"),
+    return _Query(
+        fields.get("model"),
         content == "true",
-        _number("seconds", given.get("seconds", "600"), CONTENT_SECONDS),
-        max(1, int(_number("mb", given.get("mb", "64"), CONTENT_MB))),
+        _number("seconds", fields.get("seconds", "600"), CONTENT_SECONDS),
+        max(1, int(_number("mb", fields.get("mb", "64"), CONTENT_MB))),
     )
 
 

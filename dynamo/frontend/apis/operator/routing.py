@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances
-from dynamo.frontend.apis.chat.generation import adapt, named_model
+from dynamo.frontend.apis.chat.generation import adapt, is_chat, named_model
 from dynamo.frontend.apis.relay.body import peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
@@ -38,15 +37,6 @@ from dynamo.router.decision.explanation import Explanation
 from dynamo.router.eligibility.filters import NO_SLOT
 from dynamo.router.modes.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
-
-
-class _Shape(msgspec.Struct):
-    """The field that distinguishes a chat request from a completion."""
-
-    messages: Any = None
-
-
-_shape = msgspec.json.Decoder(_Shape).decode
 
 
 class ExplainRoutes:
@@ -85,33 +75,33 @@ class ExplainRoutes:
             model = "unknown" if named is None else named.model
             if isinstance(error, NoInstances | ModelNotFound):
                 error = self._models.on_demand.not_loaded(model) or error
-            shown = explained(error, model)
-            status, text = error_response(shown, self._overload_status)
-            exchange.respond(status, text, headers=with_retry(shown, echoed))
+            error = explained(error, model)
+            status, text = error_response(error, self._overload_status)
+            exchange.respond(status, text, headers=with_retry(error, echoed))
         else:
             exchange.respond(200, explanation, headers=echoed)
 
     def _from_query(self, query: str) -> bytes:
         """The completion request that the query describes. Raises InvalidArgument."""
-        given = {name: values[-1] for name, values in parse_qs(query).items()}
-        unknown = ", ".join(f"`{name}`" for name in sorted(given.keys() - {"model", "prompt"}))
-        if unknown or "prompt" not in given:
-            what = f"not {unknown}" if unknown else "`prompt` is missing"
-            raise InvalidArgument(f"The query takes `prompt` and `model`: {what}")
+        fields = {name: values[-1] for name, values in parse_qs(query).items()}
+        unknown = ", ".join(f"`{name}`" for name in sorted(fields.keys() - {"model", "prompt"}))
+        if unknown or "prompt" not in fields:
+            problem = f"not {unknown}" if unknown else "`prompt` is missing"
+            raise InvalidArgument(f"The query takes `prompt` and `model`: {problem}")
         models = self._models
         names = [entry.name for entry in models.entries() if entry.served]
         names = names or sorted(models.on_demand.models())
         if not names:
             raise NoInstances
-        if "model" not in given and len(names) > 1:
+        if "model" not in fields and len(names) > 1:
             raise InvalidArgument(f"The query needs `model`, one of: {', '.join(names)}")
-        return msgspec.json.encode({"model": names[0], **given})
+        return msgspec.json.encode({"model": names[0], **fields})
 
     async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         threads = self._threads
         with threads.hold(len(body)):
-            found = await self._relayed(body) if self._models.relays else None
-            loaded, request = found or await self._tokenized(body)
+            relayed = await self._relayed(body) if self._models.relays else None
+            loaded, request = relayed or await self._tokenized(body)
         routing = routed(request.routing, headers, ignores_nvext=self._ignores_nvext)
         queued = loaded.dispatch.queue or ()
         return msgspec.json.encode(
@@ -134,32 +124,31 @@ class ExplainRoutes:
     async def _relayed(self, body: bytes) -> tuple[LoadedModel, PreprocessedRequest] | None:
         """The same for a relayed model; None for others."""
         threads = self._threads
-        asked = await threads.run(peek, body)
-        entry = self._models.named(asked.model)
+        fields = await threads.run(peek, body)
+        entry = self._models.named(fields.model)
         if entry is None or not entry.relayed:
             return None
         loaded = entry.loaded
         if not entry.served or loaded is None:
             raise NoInstances
-        path = CHAT_PATH if bytes(asked.messages) else COMPLETIONS_PATH
+        path = CHAT_PATH if bytes(fields.messages) else COMPLETIONS_PATH
         most, rules = loaded.context_length, self._models.rules.get(loaded.name)
         if rules is not None:
             body = await threads.run(rewritten, path, body, loaded.name, rules)
-            asked = await threads.run(peek, body)
-        ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, asked, most)
-        routing, override = asked.constraints(loaded.card.lora_name, self._ignores_nvext)
+            fields = await threads.run(peek, body)
+        ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, fields, most)
+        routing, override = fields.constraints(loaded.card.lora_name, self._ignores_nvext)
         return loaded, PreprocessedRequest(
-            asked.model, ids, routing=routing, router_config_override=override
+            fields.model, ids, routing=routing, router_config_override=override
         )
 
 
 def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
     check_json(body)
     try:
-        is_chat = _shape(body).messages is not None
+        parse = parse_chat if is_chat(body) else parse_completion
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
-    parse = parse_chat if is_chat else parse_completion
     return parse(body, ignore_unsupported=True)
 
 
@@ -176,24 +165,24 @@ def explain_request(
     tokens = request.token_ids
     if prefill is None or not prefill.active:
         return picker.explain(tokens, routing, override, queued)
-    stays = prefill.local_reason(tokens, routing)
-    if stays:
-        found = picker.explain(tokens, routing, override, queued)
-        found.stays = stays
-        return found
-    found = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    if stays := prefill.local_reason(tokens, routing):
+        explanation = picker.explain(tokens, routing, override, queued)
+        explanation.stays = stays
+        return explanation
+    explanation = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
     chooser = prefill.workers.picker
     if chooser is not None:
         inner = chooser.explain(tokens, prefill_routing(routing), override, prefill.queue)
-        found.prefill = _with_slots(inner, prefill)
-    return found
+        explanation.prefill = _with_slots(inner, prefill)
+    return explanation
 
 
-def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
+def _with_slots(explanation: Explanation, prefill: PrefillRouter) -> Explanation:
     """Mark the candidates without a free slot: the prompt waits for the chosen one, or with no
     patience goes to the best of those with a slot."""
     free = prefill.queue.free_workers
-    able = [row for row in found.candidates if row.cost is not None]
+    # Without a cost a row is excluded already, for another reason.
+    able = [row for row in explanation.candidates if row.cost is not None]
     for row in able:
         if row.worker_id not in free:
             row.excluded = NO_SLOT
@@ -201,4 +190,4 @@ def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
     ready = [row for row in able if not row.excluded]
     if ready and not any(row.chosen for row in able):
         ready[0].chosen = True  # candidates are in order of cost
-    return found
+    return explanation

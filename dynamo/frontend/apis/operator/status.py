@@ -107,11 +107,13 @@ class TrafficWindows:
         in order. O(n log n) in the recent requests."""
         now_s, tokens = self._clock(), self._open_tokens()
         ended: dict[str, list[RequestFigures]] = {}
-        for one in reversed(self._recent.records):
-            if now_s - one.ended_s > _RECENT_S:
+        # They are in the order in which they ended.
+        for request in reversed(self._recent.records):
+            if now_s - request.ended_s > _RECENT_S:
                 break
-            ended.setdefault(one.model, []).append(one)
-        ttfts_s = {name: _ttfts_s(found) for name, found in ended.items()}
+            ended.setdefault(request.model, []).append(request)
+        ttfts_s = {name: _ttfts_s(requests) for name, requests in ended.items()}
+        # A model that came since the last sample needs a window, too: every entry is looked up.
         for metrics in self._models():
             self._window(metrics, now_s)
         figures = {
@@ -125,12 +127,12 @@ class TrafficWindows:
         return figures, sorted(itertools.chain.from_iterable(ttfts_s.values()))
 
     def _window(self, metrics: ModelMetrics, now_s: float) -> _Window:
-        found = self._windows.get(metrics.name)
-        if found is None:
+        window = self._windows.get(metrics.name)
+        if window is None:
             # The model is new since the last reading, when its counters were 0.
-            found = self._windows[metrics.name] = _Window(metrics, now_s - _PERIOD_S)
-        found.metrics = metrics  # a model that was removed and returns has new gauges
-        return found
+            window = self._windows[metrics.name] = _Window(metrics, now_s - _PERIOD_S)
+        window.metrics = metrics  # a model that was removed and returns has new gauges
+        return window
 
 
 class _Window:
@@ -144,6 +146,7 @@ class _Window:
         """Return the counters; note when the model was last in use."""
         metrics = self.metrics
         ended = sum(metrics.duration.counts)
+        # The second: a request may have come and ended since the last reading.
         if metrics.active.value or ended != self._ended:
             self._ended, self._active_s = ended, now_s
         return _Counts(now_s, metrics.output_tokens.value + open_tokens, ended)
@@ -170,7 +173,9 @@ class _Window:
 
 def _ttfts_s(ended: Iterable[RequestFigures]) -> list[float]:
     """Return the times to the first token of those that had one, in order."""
-    return sorted(one.first_token_s - one.received_s for one in ended if one.first_token_s)
+    return sorted(
+        request.first_token_s - request.received_s for request in ended if request.first_token_s
+    )
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:
@@ -180,10 +185,10 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 def _hit_rate(ended: Sequence[RequestFigures]) -> float | None:
     """Return the cached share of the prompts; None if no engine has reported it."""
     prompt_tokens = cached_tokens = 0
-    for one in ended:
-        if one.usage is not None and one.usage.cached_tokens is not None:
-            prompt_tokens += one.prompt_tokens
-            cached_tokens += one.usage.cached_tokens
+    for request in ended:
+        if request.usage is not None and request.usage.cached_tokens is not None:
+            prompt_tokens += request.prompt_tokens
+            cached_tokens += request.usage.cached_tokens
     return cached_tokens / prompt_tokens if prompt_tokens else None
 
 
@@ -218,18 +223,18 @@ class RecentRoutes:
 
 def _parse(query: str) -> tuple[int, str, float]:
     """Return limit, model and cursor of a query. Raises InvalidArgument."""
-    given = {name: values[-1] for name, values in parse_qs(query).items()}
-    known = {"limit", "model", "after"}
-    unknown = ", ".join(f"`{shorten(name)}`" for name in sorted(given.keys() - known))
+    fields = {name: values[-1] for name, values in parse_qs(query).items()}
+    unknown = sorted(fields.keys() - {"limit", "model", "after"})
     if unknown:
-        raise InvalidArgument(f"The query takes `limit`, `model` and `after`, not {unknown}")
-    text = given.get("limit", str(_LIMIT))
+        names = ", ".join(f"`{shorten(name)}`" for name in unknown)
+        raise InvalidArgument(f"The query takes `limit`, `model` and `after`, not {names}")
+    text = fields.get("limit", str(_LIMIT))
     if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= _MOST):
         raise InvalidArgument(f"`limit` must be a number from 1 to {_MOST}, got {shorten(text)}")
-    after = given.get("after", "0")
+    after = fields.get("after", "0")
     if not _CURSOR.fullmatch(after):
         raise InvalidArgument(f"`after` must be the cursor of an answer, got {shorten(after)}")
-    return int(text), given.get("model", ""), float(after)
+    return int(text), fields.get("model", ""), float(after)
 
 
 class StatusRoutes:
@@ -296,8 +301,8 @@ class StatusRoutes:
         if idle_s is not None:
             return idle_s
         names = self._models.on_demand.together(model)
-        found = (traffic[name].idle_s for name in names if name in traffic)
-        return min((idle_s for idle_s in found if idle_s is not None), default=None)
+        idle_times_s = (traffic[name].idle_s for name in names if name in traffic)
+        return min((idle_s for idle_s in idle_times_s if idle_s is not None), default=None)
 
 
 def _model(
@@ -324,7 +329,7 @@ def _model(
 
 def _workers(loaded: LoadedModel, in_flight: Mapping[int, int]) -> tuple[WorkerFigures, ...]:
     pool = loaded.picker.worker_pool
-    found = [
+    figures = [
         WorkerFigures(
             worker=f"{worker_id:x}",
             in_flight=in_flight.get(worker_id, 0),
@@ -334,17 +339,18 @@ def _workers(loaded: LoadedModel, in_flight: Mapping[int, int]) -> tuple[WorkerF
         for worker_id, member in pool.members.items()
     ]
     prefill = loaded.prefill.router
-    for worker_id in prefill.queue.all_workers if prefill is not None else ():
-        running = len(prefill.queue.running_at(worker_id)) if prefill is not None else 0
-        found.append(WorkerFigures(worker=f"{worker_id:x}", in_flight=running))
-    return tuple(found)
+    if prefill is not None:
+        for worker_id in prefill.queue.all_workers:
+            running = len(prefill.queue.running_at(worker_id))
+            figures.append(WorkerFigures(worker=f"{worker_id:x}", in_flight=running))
+    return tuple(figures)
 
 
 def _kv_use(picker: Picker, member: Member) -> float | None:
     """Return the share of its KV blocks that a worker reports as used, else the reserved share."""
     reports = picker.eligibility.busy.reports(member.worker_id)
-    used = [one.kv_used_blocks for one in reports if one.kv_used_blocks is not None]
-    totals = [one.kv_total_blocks for one in reports if one.kv_total_blocks is not None]
+    used = [report.kv_used_blocks for report in reports if report.kv_used_blocks is not None]
+    totals = [report.kv_total_blocks for report in reports if report.kv_total_blocks is not None]
     total = sum(totals) or (member.config.total_kv_blocks or 0) * len(member.slots)
     if not total:
         return None

@@ -79,14 +79,7 @@ class RelayedBody(msgspec.Struct):
 
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
         """The JSON of the members that make the prompt; that of absent ones is empty."""
-        return (
-            self.tools,
-            self.system,
-            self.instructions,
-            self.messages,
-            self.prompt,
-            self.input,
-        )
+        return (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
 
 
 class _Extension(msgspec.Struct):
@@ -126,17 +119,15 @@ def prompt_ids(
     preprocessor: Preprocessor | None,
     path: str,
     body: bytes,
-    asked: RelayedBody,
+    fields: RelayedBody,
     context_length: int | None = None,
 ) -> Tokens:
     """Return ids of the prompt for the router: of its tokens if ``preprocessor`` can make them,
     else of its bytes, at most as many as the context has. Long bodies belong in a thread. O(bytes).
     """
-    if preprocessor is not None:
-        found = _tokenized(preprocessor, path, body)
-        if found is not None:
-            return found
-    texts = [memoryview(one) for one in asked.prompt_members() if one]
+    if preprocessor is not None and (exact := _tokenized(preprocessor, path, body)) is not None:
+        return exact
+    texts = [memoryview(member) for member in fields.prompt_members() if member]
     whole = texts[0] if len(texts) == 1 else memoryview(b"".join(texts) or body)
     # An image in the body has more bytes than the model has room for tokens.
     count = min(len(whole) // _BYTES_PER_ID, context_length or _MAX_IDS)

@@ -40,6 +40,7 @@ _OWN_HEADERS = frozenset(
 _EVENT = b"\ndata:"
 _KEPT_PARTS = 4
 _USAGE = '"usage"'
+# More is no count; sums of counts stay exact in the floats of the metrics.
 _LIMIT = 2**48
 _BESIDE_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
 _DECODE = JSONDecoder().raw_decode
@@ -78,45 +79,46 @@ def find_usage(text: bytes) -> Usage | None:
     Understands the names of chat and text completions, of /v1/responses and of /v1/messages.
     """
     whole = text.decode(errors="replace")
-    place = whole.rfind(_USAGE)
-    while place >= 0:
-        found = _object_after(whole, place + len(_USAGE))
-        if found is not None:
-            return usage_of(found)
-        place = whole.rfind(_USAGE, 0, place)
+    # From the end: earlier events may have counts of their own, or null.
+    position = whole.rfind(_USAGE)
+    while position >= 0:
+        usage = _object_after(whole, position + len(_USAGE))
+        if usage is not None:
+            return usage_of(usage)
+        position = whole.rfind(_USAGE, 0, position)
     return None
 
 
-def _object_after(text: str, place: int) -> dict[str, Any] | None:
+def _object_after(text: str, position: int) -> dict[str, Any] | None:
     """The object that follows the colon at ``place``, if there is one, whole."""
-    rest = text[place : place + 4096].lstrip()
-    if not rest.startswith(":"):
+    following = text[position : position + 4096].lstrip()
+    if not following.startswith(":"):
         return None
     try:
-        found, _ = _DECODE(rest[1:].lstrip())
+        value, _ = _DECODE(following[1:].lstrip())
     except (JSONDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def usage_of(found: dict[str, Any]) -> Usage:
+def usage_of(usage: dict[str, Any]) -> Usage:
     """Return the counts of a ``usage`` object; what it lacks or states wrongly is 0 or None."""
-    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if cached is None:
-        cached = found.get("cache_read_input_tokens")
-    prompt_tokens = _count(found, "prompt_tokens", "input_tokens")
+        cached = usage.get("cache_read_input_tokens")
+    prompt_tokens = _count(usage, "prompt_tokens", "input_tokens")
     # Of /v1/messages: there the input is what was neither found in a cache nor added to it.
-    prompt_tokens += sum(_count(found, name) for name in _BESIDE_INPUT)
+    prompt_tokens += sum(_count(usage, name) for name in _BESIDE_INPUT)
     return Usage(
         prompt_tokens,
-        _count(found, "completion_tokens", "output_tokens"),
+        _count(usage, "completion_tokens", "output_tokens"),
         cached if _is_count(cached) else None,
     )
 
 
-def _count(found: dict[str, Any], *names: str) -> int:
-    return next((found[name] for name in names if _is_count(found.get(name))), 0)
+def _count(usage: dict[str, Any], *names: str) -> int:
+    return next((usage[name] for name in names if _is_count(usage.get(name))), 0)
 
 
 def _is_count(value: object) -> bool:
@@ -224,6 +226,7 @@ class HttpAnswer:
     def unary(self) -> bytes:
         """The collected body."""
         body = b"".join(self._parts)
+        # Kept: usage() searches it.
         self._parts = [body]
         return body
 
@@ -248,11 +251,12 @@ class HttpAnswer:
             raise EngineFailure(f"not the head of an HTTP response: {error}") from None
         if not 200 <= head.status <= 599:
             raise EngineFailure(f"the server responded with status {head.status}")
-        given = [(name.lower(), value) for name, value in head.headers[:_MAX_HEADERS]]
-        self.content_type = dict(given).get("content-type", "")
-        self.headers = [one for one in given if one[0] not in _OWN_HEADERS]
+        headers = [(name.lower(), value) for name, value in head.headers[:_MAX_HEADERS]]
+        self.content_type = dict(headers).get("content-type", "")
+        self.headers = [header for header in headers if header[0] not in _OWN_HEADERS]
         media_type = self.content_type.partition(";")[0].strip().lower()
         if media_type == EVENTS:
             self._counter = EventCounter()
+        # 204 and 304 have no body, whatever type they state: they are one response.
         self.streams = media_type != _JSON and head.status not in (204, 304)
         self.head = head

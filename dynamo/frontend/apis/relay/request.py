@@ -108,6 +108,7 @@ class HttpResponseWriter(ResponseWriter):
         content_type, headers = answer.content_type, [*answer.headers, *request.headers]
         if content_type in _PLAIN_TYPES or not content_type:
             return content_type, headers
+        # Else nginx collects the events, as for our own streams.
         if content_type.lower().startswith(EVENTS):
             headers.insert(0, ("x-accel-buffering", "no"))
         return "", [("content-type", content_type), *headers]
@@ -148,6 +149,7 @@ class _Pieces:
 
     def send_next(self) -> None:
         """Send the next piece and schedule the one after it; ``on_drain`` goes on later."""
+        # on_drain may call while a turn is scheduled: two of them would double the rate.
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
@@ -278,9 +280,9 @@ class RelayedEngineRequest(EngineRequest):
     def fail(self, error: DynamoError) -> None:
         """End the request with an error of the workers, whose text says what the server did."""
         if isinstance(error, Disconnected):
-            what = "server" if isinstance(self._answer, HttpAnswer) else "worker"
+            peer = "server" if isinstance(self._answer, HttpAnswer) else "worker"
             did = "broke off its answer" if self._answer.begun else "closed the connection at once"
-            error = _BrokenOff(f"The {what} of this model {did}; see its log")
+            error = _BrokenOff(f"The {peer} of this model {did}; see its log")
         super().fail(error)
 
     def exhausted(self, error: DynamoError) -> DynamoError:

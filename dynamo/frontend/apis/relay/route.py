@@ -83,13 +83,13 @@ def http_message(
     its connection. ``target`` is the path and the query, ``head`` method and headers. O(bytes)."""
     path, query = target
     method, headers = head
-    given = [
-        one
-        for one in headers.items()
-        if one[0] not in _OWN_HEADERS and not one[0].startswith(_ROUTING_PREFIX)
+    forwarded = [
+        header
+        for header in headers.items()
+        if header[0] not in _OWN_HEADERS and not header[0].startswith(_ROUTING_PREFIX)
     ]
-    given.append(("x-request-id", request_id))
-    return encode(HttpRequest(method, f"{path}?{query}" if query else path, given, body))
+    forwarded.append(("x-request-id", request_id))
+    return encode(HttpRequest(method, f"{path}?{query}" if query else path, forwarded, body))
 
 
 def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nvext: bool) -> bytes:
@@ -125,15 +125,15 @@ class RouteModel(NamedTuple):
 
 def models_with_route(entries: Sequence[ModelEntry], exchange: Exchange) -> list[RouteModel]:
     """The relayed models that have the method and path of the request."""
-    found = []
+    candidates = []
     for entry in entries:
         match = entry.patterns.find(exchange.method, exchange.path)
         if match is not None:
-            found.append(RouteModel(entry, match))
-    return found
+            candidates.append(RouteModel(entry, match))
+    return candidates
 
 
-def choose_model(found: Sequence[RouteModel], exchange: Exchange) -> RouteModel:
+def choose_model(candidates: Sequence[RouteModel], exchange: Exchange) -> RouteModel:
     """The model that the query or a parameter of the path names, else the only one.
 
     Several models of the same workers count as one: the server sees no difference. Raises
@@ -141,19 +141,20 @@ def choose_model(found: Sequence[RouteModel], exchange: Exchange) -> RouteModel:
     """
     named = _query_model(exchange.query)
     if named is not None:
-        for one in found:
-            if named in (one.entry.name, *one.entry.card.model_aliases):
-                return one
+        for candidate in candidates:
+            if named in (candidate.entry.name, *candidate.entry.card.model_aliases):
+                return candidate
         raise ModelNotFound(
             f"Route not found: no model `{shorten(named)}` has {exchange.method} of this path"
         )
-    for one in found:
-        if one.entry.name in (exchange.path[slice(*span)] for span in one.match.spans):
-            return one
-    served = [one for one in found if one.entry.served] or found
-    if len({_workers(one.entry) for one in served}) == 1:
+    for candidate in candidates:
+        if candidate.entry.name in (exchange.path[slice(*span)] for span in candidate.match.spans):
+            return candidate
+    served = [candidate for candidate in candidates if candidate.entry.served] or candidates
+    # Those of the same workers, such as adapters, have one server, which sees no difference.
+    if len({_workers(candidate.entry) for candidate in served}) == 1:
         return served[0]
-    names = ", ".join(sorted(one.entry.name for one in served))
+    names = ", ".join(sorted(candidate.entry.name for candidate in served))
     raise InvalidArgument(
         f"Validation: several servers have {exchange.method} of this path; name the model in the "
         f"query, ?model=NAME, one of {shorten(names)}"
@@ -233,44 +234,44 @@ class RelayRoutes:
         """Relay a request to a path that only other servers have, or let it wait for the first
         worker of its model."""
         models = self._models
-        found = models_with_route(models.entries(), exchange) if models.relays else []
-        if found:
-            self._serve_route(found, exchange)
+        candidates = models_with_route(models.entries(), exchange) if models.relays else []
+        if candidates:
+            self._serve_route(candidates, exchange)
         elif exchange.method == "POST" and (models.relays or models.on_demand.relays):
             self._serve(None, exchange)
         else:
             exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")
 
-    def _serve_route(self, found: Sequence[RouteModel], exchange: Exchange) -> None:
+    def _serve_route(self, candidates: Sequence[RouteModel], exchange: Exchange) -> None:
         """Relay a request whose body does not name its model."""
-        label = route_label(found[0].match)
+        label = route_label(candidates[0].match)
         try:
-            entry, match = choose_model(found, exchange)
+            entry, match = choose_model(candidates, exchange)
             label = route_label(match)
             model = self._ready(entry, exchange)
         except DynamoError as error:
             self._registry.hold_or_refuse(exchange, label, error, "unknown", "unary")
             return
-        asked = RelayedBody(entry.name)
-        self._relay(self._begin(exchange, model, asked, label))
+        fields = RelayedBody(entry.name)
+        self._relay(self._begin(exchange, model, fields, label))
 
     def _serve(self, otherwise: Route | None, exchange: Exchange) -> None:
         """Relay the request, or pass it to ``otherwise``, the route of models that take tokens."""
         if len(exchange.body) > INLINE_BODY_BYTES:
             self._tasks.spawn(self._serve_large(otherwise, exchange), name="large body")
             return
-        asked = None
+        fields = None
         try:
-            asked = _peek(exchange, otherwise) or self._only_model(exchange)
-            model = self._model(asked, exchange, otherwise)
+            fields = _peek(exchange, otherwise) or self._only_model(exchange)
+            model = self._model(fields, exchange, otherwise)
         except DynamoError as error:
-            self._refuse(exchange, error, asked)
+            self._refuse(exchange, error, fields)
             return
-        if model is None or asked is None:
+        if model is None or fields is None:
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
             return
-        self._relay(self._begin(exchange, model, asked, _label(exchange.path)))
+        self._relay(self._begin(exchange, model, fields, _label(exchange.path)))
 
     def _relay(self, relay: _Relay) -> None:
         """Send the request, in a thread if its prompt is long."""
@@ -287,27 +288,28 @@ class RelayRoutes:
         """As :meth:`_serve`, with all work on the body in a thread."""
         registry = self._registry
         threads = registry.off_loop
-        asked = None
+        fields = None
         registry.enter()
         try:
             with threads.hold(len(exchange.body)):
-                asked = await threads.run(_peek, exchange, otherwise)
+                fields = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
-                    if asked is not None:
+                    if fields is not None:
                         registry.abandoned(
-                            exchange, _label(exchange.path), asked.model, asked.streams
+                            exchange, _label(exchange.path), fields.model, fields.streams
                         )
                     return
-                asked = asked or self._only_model(exchange)
-                model = self._model(asked, exchange, otherwise)
-                if model is not None and asked is not None:
+                fields = fields or self._only_model(exchange)
+                model = self._model(fields, exchange, otherwise)
+                if model is not None and fields is not None:
                     label = _label(exchange.path)
-                    await self._send_off_loop(self._begin(exchange, model, asked, label))
+                    await self._send_off_loop(self._begin(exchange, model, fields, label))
                     return
+            # Behind hold(): the other route counts the body itself.
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
         except DynamoError as error:
-            self._refuse(exchange, error, asked)
+            self._refuse(exchange, error, fields)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also panics in Rust
@@ -324,20 +326,20 @@ class RelayRoutes:
         return RelayedBody(entries[0].name)
 
     def _model(
-        self, asked: RelayedBody | None, exchange: Exchange, otherwise: Route | None
+        self, fields: RelayedBody | None, exchange: Exchange, otherwise: Route | None
     ) -> LoadedModel | None:
         """The relayed model of the request; None if ``otherwise`` serves it, or refuses it.
 
         Raises ModelNotFound, also for a path that the model does not have, Unavailable while
         draining, NoInstances, and Overloaded while the model can take no request.
         """
-        if asked is None:
+        if fields is None:
             return None
-        entry = self._models.named(asked.model)
+        entry = self._models.named(fields.model)
         if otherwise is not None and (entry is None or not entry.relayed):
             return None
         if entry is None:
-            raise ModelNotFound(f"Model not found: {shorten(asked.model)}")
+            raise ModelNotFound(f"Model not found: {shorten(fields.model)}")
         if exchange.path not in entry.paths:
             raise missing_route(entry.name, exchange.path, entry.paths, entry.types)
         return self._ready(entry, exchange)
@@ -352,22 +354,22 @@ class RelayRoutes:
         return model
 
     def _begin(
-        self, exchange: Exchange, model: LoadedModel, asked: RelayedBody, label: str
+        self, exchange: Exchange, model: LoadedModel, fields: RelayedBody, label: str
     ) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
-        streams, body = asked.streams, exchange.body
+        streams, body = fields.streams, exchange.body
         answer: RelayedAnswer
         if model.card.model_input != TEXT_INPUT:
             answer = HttpAnswer()
             writer: ResponseWriter = HttpResponseWriter(answer)
         elif exchange.path == EMBEDDINGS_PATH:
-            answer, writer, streams = BodyEmbeddingsAnswer(asked.model), EmbeddingsWriter(), False
+            answer, writer, streams = BodyEmbeddingsAnswer(fields.model), EmbeddingsWriter(), False
         else:
             answer, writer = TextAnswer(streams), ResponseWriter()
         self._registry.release_body(exchange)
         info = RequestInfo(label, *request_id(exchange.headers))
         request = ActiveRequest(self._registry, exchange, info, model.metrics, streams, writer)
-        return _Relay(request, answer, model, asked, body)
+        return _Relay(request, answer, model, fields, body)
 
     def _prepare(self, relay: _Relay) -> tuple[PreprocessedRequest, bytes]:
         """The prompt and the constraints for the router, the message for the worker.
@@ -376,14 +378,14 @@ class RelayRoutes:
         """
         model, exchange, settings = relay.model, relay.request.exchange, self._registry.settings
         path, key = exchange.path, exchange.api_key
-        body, asked = self._adapted(relay)
+        body, fields = self._adapted(relay)
         is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
         lenient = settings.ignore_unsupported_fields
-        check_server_priority(asked.priority, key)
+        check_server_priority(fields.priority, key)
         reader = None if is_text and ignores_nvext else key  # the handler gets no nvext then
-        routing, override = asked.constraints(model.card.lora_name, ignores_nvext, reader)
+        routing, override = fields.constraints(model.card.lora_name, ignores_nvext, reader)
         routing = routed(routing, exchange.headers, key, ignores_nvext)
-        if routing is not None and routing.cache_namespace != asked.cache_salt:  # with the tenant
+        if routing is not None and routing.cache_namespace != fields.cache_salt:  # with the tenant
             if path in _UNSALTED or _is_form(exchange):
                 raise InvalidArgument(
                     f"Header 'x-tenant-id' has no effect on {path} of this model, whose server "
@@ -401,7 +403,7 @@ class RelayRoutes:
             target = path, exchange.query
             head = exchange.method, _forwarded(exchange.headers, ignores_nvext)
             message = http_message(target, head, body, relay.request.engine_id)
-        ids = prompt_ids(model.preprocessor, path, body, asked, model.context_length)
+        ids = prompt_ids(model.preprocessor, path, body, fields, model.context_length)
         preprocessed = PreprocessedRequest(
             relay.asked.model, ids, routing=routing, router_config_override=override
         )
@@ -410,20 +412,20 @@ class RelayRoutes:
     def _adapted(self, relay: _Relay) -> tuple[bytes, RelayedBody]:
         """Return the body with the name of the model, which the server has under this name alone,
         and with the fields that the graph decides about; and what counts of it then."""
-        model, body, asked, exchange = relay.model, relay.body, relay.asked, relay.request.exchange
+        model, body, fields, exchange = relay.model, relay.body, relay.asked, relay.request.exchange
         rules = self._models.rules.get(model.name)
-        if rules is None and asked.model not in self._models.aliases:
-            return body, asked
+        if rules is None and fields.model not in self._models.aliases:
+            return body, fields
         if _is_form(exchange):
             span = field_span(body, exchange.headers["content-type"], "model")
             if span is not None:
                 body = b"".join((body[: span[0]], model.name.encode(), body[span[1] :]))
-            return body, asked
+            return body, fields
         body = rewritten(exchange.path, body, model.name, rules)
         if rules is not None:
             with contextlib.suppress(InvalidArgument):  # not every path needs a model in its body
-                asked = peek(body)
-        return body, asked
+                fields = peek(body)
+        return body, fields
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:
@@ -441,13 +443,14 @@ class RelayRoutes:
         # Not through a prefill worker, which takes tokens.
         request.send(dispatch, [engine_request], len(preprocessed.token_ids), prefill=False)
 
-    def _refuse(self, exchange: Exchange, error: DynamoError, asked: RelayedBody | None) -> None:
+    def _refuse(self, exchange: Exchange, error: DynamoError, fields: RelayedBody | None) -> None:
         """Respond to a request that has not reached a model."""
         path = exchange.path
-        known = any(path in entry.paths for entry in self._models.entries())
-        model = "unknown" if asked is None else asked.model
-        kind = "stream" if asked is not None and asked.streams else "unary"
-        label = _label(path) if known else "unknown"
+        # Clients choose the path: only those of models become labels.
+        has_path = any(path in entry.paths for entry in self._models.entries())
+        model = "unknown" if fields is None else fields.model
+        kind = "stream" if fields is not None and fields.streams else "unary"
+        label = _label(path) if has_path else "unknown"
         self._registry.hold_or_refuse(exchange, label, error, model, kind)
 
 

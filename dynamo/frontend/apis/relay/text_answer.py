@@ -89,17 +89,18 @@ def _join_tool_calls(joined: list[dict[str, Any]], calls: list[Any]) -> None:
     for call in calls:
         if not isinstance(call, dict):
             continue
-        place = call.get("index", len(joined))
-        if not isinstance(place, int) or not 0 <= place <= len(joined):
-            place = len(joined)
-        if place == len(joined):
+        # A gap would need empty calls in between: an index behind the end appends.
+        index = call.get("index", len(joined))
+        if not isinstance(index, int) or not 0 <= index <= len(joined):
+            index = len(joined)
+        if index == len(joined):
             joined.append({"function": {"name": "", "arguments": ""}})
-        known = joined[place]
+        target = joined[index]
         for name, value in call.items():
             if name == "function" and isinstance(value, dict):
-                _join_function(known["function"], value)
+                _join_function(target["function"], value)
             elif name != "index" and value is not None:
-                known[name] = value
+                target[name] = value
 
 
 def _join_function(function: dict[str, Any], part: dict[str, Any]) -> None:

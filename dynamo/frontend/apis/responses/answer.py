@@ -26,6 +26,7 @@ from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.http import openai_error
 from dynamo.protocols.openai import GenerationRequest
 
+_EVENT = ("code", "message", "param")
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
@@ -43,13 +44,11 @@ class _OpenItem:
         self.head = b""
 
     @property
-    def place(self) -> dict[str, Any]:
+    def address(self) -> dict[str, Any]:
         return {"item_id": self.item["id"], "output_index": self.index}
 
 
 _MESSAGE, _REASONING, _SUMMARY, _CALL, _CUSTOM = "message", "reasoning", "summary", "call", "custom"
-
-
 _DELTAS = {
     _MESSAGE: "response.output_text",
     _REASONING: "response.reasoning_text",
@@ -57,8 +56,6 @@ _DELTAS = {
     _CALL: "response.function_call_arguments",
     _CUSTOM: "response.custom_tool_call_input",
 }
-
-
 _PARTS = {_MESSAGE: "response.content_part", _REASONING: "response.content_part",
           _SUMMARY: "response.reasoning_summary_part"}  # fmt: skip
 
@@ -102,77 +99,80 @@ class OutputItems:
 
     def close(self, status: str) -> bytes:
         """Complete the open item, which has ``status`` then; return its events."""
-        one, self._open = self._open, None
-        if one is None:
+        current, self._open = self._open, None
+        if current is None:
             return b""
-        text, item = "".join(one.texts), one.item
+        kind, address, item = current.kind, current.address, current.item
+        text = "".join(current.texts)
         if "status" in item:
             item["status"] = status
         self.items.append(item)
-        done = _done(one, text)
+        done = _done(current, text)
         if not self._streams:
             return b""
         events = b""
-        if one.kind == _CUSTOM:  # its input is part of JSON text, known at the end
-            events += self.event(f"{_DELTAS[_CUSTOM]}.delta", {**one.place, "delta": item[INPUT]})
-        events += self.event(f"{_DELTAS[one.kind]}.done", {**one.place, **done})
-        if one.kind in _PARTS:
-            number, part = _part(one, text)
-            events += self.event(f"{_PARTS[one.kind]}.done", {**one.place, **number, "part": part})
-        shown = {"output_index": one.index, "item": item}
-        return events + self.event("response.output_item.done", shown)
+        if kind == _CUSTOM:  # its input is part of JSON text, known at the end
+            events += self.event(f"{_DELTAS[kind]}.delta", {**address, "delta": item[INPUT]})
+        events += self.event(f"{_DELTAS[kind]}.done", {**address, **done})
+        if kind in _PARTS:
+            number, part = _part(current, text)
+            events += self.event(f"{_PARTS[kind]}.done", {**address, **number, "part": part})
+        members = {"output_index": current.index, "item": item}
+        return events + self.event("response.output_item.done", members)
 
     def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]] | None) -> bytes:
-        one, events = self._open, b""
-        if one is None or one.kind != kind:
+        current, events = self._open, b""
+        if current is None or current.kind != kind:
             events = self.close("completed") + self._begin(kind, self._text_item(kind))
-            one = self._open
-            assert one is not None
-        one.texts.append(text)
+            current = self._open
+            assert current is not None
+        current.texts.append(text)
         if not self._streams:
-            one.logprobs += logprobs or ()
+            current.logprobs += logprobs or ()
             return b""
         if logprobs:
-            one.logprobs += logprobs
-            shown = {**one.place, "content_index": 0, "delta": text, "logprobs": logprobs}
-            return events + self.event(f"{_DELTAS[kind]}.delta", shown)
-        return events + self._delta(one, text)
+            current.logprobs += logprobs
+            members = {**current.address, "content_index": 0, "delta": text, "logprobs": logprobs}
+            return events + self.event(f"{_DELTAS[kind]}.delta", members)
+        return events + self._delta(current, text)
 
     def _add_call(self, part: ToolCallPart) -> bytes:
         events = b""
         if part.name is not None:
             kind = _CUSTOM if part.name in self._tools.custom else _CALL
             events = self.close("completed") + self._begin(kind, self._call_item(kind, part))
-        one, text = self._open, "".join(part.arguments)
-        if one is None or one.kind not in (_CALL, _CUSTOM) or not text:
+        current, text = self._open, "".join(part.arguments)
+        if current is None or current.kind not in (_CALL, _CUSTOM) or not text:
             return events
-        one.texts.append(text)
-        if one.kind == _CUSTOM or not self._streams:
+        current.texts.append(text)
+        if current.kind == _CUSTOM or not self._streams:
             return events
-        return events + self._delta(one, text)
+        return events + self._delta(current, text)
 
-    def _delta(self, one: _OpenItem, text: str) -> bytes:
+    def _delta(self, current: _OpenItem, text: str) -> bytes:
         """An event with nothing but more text: most of them."""
         number = self._sequence
         self._sequence += 1
-        return b'%b%d,"delta":%b}\n\n' % (one.head, number, json_bytes(text))
+        return b'%b%d,"delta":%b}\n\n' % (current.head, number, json_bytes(text))
 
     def _begin(self, kind: str, item: dict[str, Any]) -> bytes:
-        one = self._open = _OpenItem(kind, len(self.items), item)
+        current = self._open = _OpenItem(kind, len(self.items), item)
         if not self._streams:
             return b""
-        events = self.event("response.output_item.added", {"output_index": one.index, "item": item})
+        members = {"output_index": current.index, "item": item}
+        events = self.event("response.output_item.added", members)
         number: dict[str, Any] = {}
         if kind in _PARTS:
-            number, part = _part(one, "")
-            shown = {**one.place, **number, "part": part}
-            events += self.event(f"{_PARTS[kind]}.added", shown)
+            number, part = _part(current, "")
+            members = {**current.address, **number, "part": part}
+            events += self.event(f"{_PARTS[kind]}.added", members)
         name = f"{_DELTAS[kind]}.delta"
-        fixed = {"type": name, **one.place, **number}
+        fixed = {"type": name, **current.address, **number}
         if kind == _MESSAGE:
             fixed["logprobs"] = []
+        # Open at its end: each delta adds its number and its text.
         head = json_bytes(fixed)[:-1]
-        one.head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), head)
+        current.head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), head)
         return events
 
     def _text_item(self, kind: str) -> dict[str, Any]:
@@ -204,40 +204,40 @@ class OutputItems:
         return f"{prefix}_{self._id_tail}{len(self.items):x}"
 
 
-def _done(one: _OpenItem, text: str) -> dict[str, Any]:
+def _done(current: _OpenItem, text: str) -> dict[str, Any]:
     """Complete the item's text; return the members of the event that says so."""
-    kind, item = one.kind, one.item
+    kind, item = current.kind, current.item
     if kind == _CALL:
         item["arguments"] = text
         return {"arguments": text, "name": item["name"]}
     if kind == _CUSTOM:
         item[INPUT] = _custom_input(text)
         return {INPUT: item[INPUT]}
-    number, part = _part(one, text)
+    number, part = _part(current, text)
     if kind == _MESSAGE:
         item["content"] = [part]
-        return {**number, "text": text, "logprobs": one.logprobs}
+        return {**number, "text": text, "logprobs": current.logprobs}
     item["summary" if kind == _SUMMARY else "content"] = [part]
     return {**number, "text": text}
 
 
-def _part(one: _OpenItem, text: str) -> tuple[dict[str, int], dict[str, Any]]:
+def _part(current: _OpenItem, text: str) -> tuple[dict[str, int], dict[str, Any]]:
     """The place of the only part of an item, and the part with ``text``."""
-    if one.kind == _SUMMARY:
+    if current.kind == _SUMMARY:
         return {"summary_index": 0}, {"type": "summary_text", "text": text}
-    if one.kind == _REASONING:
+    if current.kind == _REASONING:
         return {"content_index": 0}, {"type": "reasoning_text", "text": text}
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": one.logprobs}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": current.logprobs}
     return {"content_index": 0}, part
 
 
 def _custom_input(arguments: str) -> str:
     """The free text in the arguments of a custom tool; all of them if the model wrote no JSON."""
     try:
-        found = json.loads(arguments)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    value = found.get(INPUT) if isinstance(found, dict) else None
+    value = parsed.get(INPUT) if isinstance(parsed, dict) else None
     return well_formed(value) if isinstance(value, str) else arguments
 
 
@@ -275,9 +275,9 @@ class ResponsesStream(EventStream):
 
     def opening(self) -> bytes:
         """The events before the first delta."""
-        shown = {"response": self._response("in_progress")}
+        members = {"response": self._response("in_progress")}
         event = self._output.event
-        return event("response.created", shown) + event("response.in_progress", shown)
+        return event("response.created", members) + event("response.in_progress", members)
 
     def _events(self, delta: AnswerDelta) -> bytes:
         return self._output.add(delta, self._logprobs.popleft() if self._logprobs else None)
@@ -289,8 +289,9 @@ class ResponsesStream(EventStream):
         if isinstance(choice, CountingChoice):
             entries = choice.content_logprobs(len(deltas))
         else:
+            # The first delta takes all; the others of this output have none.
             entries = [(choice.logprobs.drain() or {}).get("content") or [] for _ in deltas]
-        self._logprobs.extend(list(map(_logprob, each)) for each in entries)
+        self._logprobs.extend(list(map(_logprob, delta_entries)) for delta_entries in entries)
         return deltas
 
     def _last_events(self) -> bytes:
@@ -307,6 +308,7 @@ class ResponsesStream(EventStream):
         return self._final(status)
 
     def _failed(self, error: DynamoError) -> bytes:
+        # Now final, or the response would have no usage.
         self.final_usage = self.usage()
         events = self._output.close("incomplete")
         response = self._response("failed")
@@ -354,13 +356,13 @@ class ResponsesStream(EventStream):
     def _usage_json(self) -> orjson.Fragment:
         """The ``usage`` object. Formatted here: a sum of counts may exceed orjson's 64 bits."""
         usage = self.usage()
-        given, made = usage.prompt_tokens, usage.completion_tokens
+        cached, reasoning = usage.cached_tokens or 0, self._reasoning_tokens
+        inputs, outputs = usage.prompt_tokens, usage.completion_tokens
         text = (
             b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},'
             b'"output_tokens":%d,"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
         )
-        counts = (given, usage.cached_tokens or 0, made, self._reasoning_tokens, given + made)
-        return orjson.Fragment(text % counts)
+        return orjson.Fragment(text % (inputs, cached, outputs, reasoning, inputs + outputs))
 
 
 def response_error(status: int, error: DynamoError) -> bytes:
@@ -376,12 +378,9 @@ def plain_response_error(status: int, message: str) -> bytes:
 
 def response_error_event(error: DynamoError) -> bytes:
     """The rest of a stream that began before the request reached its model."""
-    shown = error_object(error.status, error)
-    data = {"type": "error", "sequence_number": 0, **{name: shown[name] for name in _EVENT}}
+    members = error_object(error.status, error)
+    data = {"type": "error", "sequence_number": 0, **{name: members[name] for name in _EVENT}}
     return b"event: error\ndata: %b\n\n" % json_bytes(data) + DONE
-
-
-_EVENT = ("code", "message", "param")
 
 
 def _failure_code(error: DynamoError) -> str:
@@ -393,12 +392,9 @@ def _failure_code(error: DynamoError) -> str:
 
 def _logprob(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of a chat, without the places that have no meaning here."""
-    return {
-        "token": entry["token"],
-        "bytes": entry["bytes"] or [],
-        "logprob": entry["logprob"],
-        "top_logprobs": [
-            {"token": each["token"], "bytes": each["bytes"] or [], "logprob": each["logprob"]}
-            for each in entry["top_logprobs"]
-        ],
-    }
+    alternatives = [_token(alternative) for alternative in entry["top_logprobs"]]
+    return {**_token(entry), "top_logprobs": alternatives}
+
+
+def _token(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"token": entry["token"], "bytes": entry["bytes"] or [], "logprob": entry["logprob"]}

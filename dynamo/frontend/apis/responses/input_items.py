@@ -10,6 +10,7 @@ one text parameter; the functions of a namespace have its name in front of their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,13 +46,13 @@ _MEMBERS = {
 
 
 class OfferedTools(NamedTuple):
-    """``functions`` are offered to the model, in the form of a chat; ``shown`` are the same tools
-    as the client declared them. ``custom`` are the names of custom tools; ``members`` maps the name
-    of a function to its namespace and its name there.
+    """``functions`` are offered to the model, in the form of a chat; ``declared`` are the same
+    tools as the client sent them. ``custom`` are the names of custom tools; ``members`` maps the
+    name of a function to its namespace and its name there.
     """
 
     functions: list[dict[str, Any]]
-    shown: list[dict[str, Any]]
+    declared: list[dict[str, Any]]
     custom: frozenset[str]
     members: dict[str, tuple[str, str]]
 
@@ -69,15 +70,15 @@ def flat_name(namespace: Any, name: str) -> str:
 
 def additional_tools(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools that items of the input declare. Raises InvalidArgument."""
-    found: list[dict[str, Any]] = []
+    declared: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         if item.get("type") != ADDITIONAL_TOOLS:
             continue
         tools = item.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise InvalidArgument(f"Validation: input[{number}].tools: expected an array of tools")
-        found += tools
-    return found
+        declared += tools
+    return declared
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> OfferedTools:
@@ -104,7 +105,7 @@ def offered_tools(tools: list[dict[str, Any]]) -> OfferedTools:
             raise InvalidArgument(
                 f"Validation: {where}.type: `{shorten(kind)}` is not supported; {_REMEDY}"
             )
-        offered.shown.append(tool)
+        offered.declared.append(tool)
     return offered._replace(custom=frozenset(custom))
 
 
@@ -133,11 +134,13 @@ def chat_choice(
             f"got {shorten(repr(choice))}"
         )
     names = {
-        flat_name(each.get("namespace"), _name(f"tool_choice.tools[{number}]", each))
-        for number, each in enumerate(allowed)
-        if isinstance(each, dict) and each.get("type") in ("function", "custom")
+        flat_name(tool.get("namespace"), _name(f"tool_choice.tools[{number}]", tool))
+        for number, tool in enumerate(allowed)
+        if isinstance(tool, dict) and tool.get("type") in ("function", "custom")
     }
-    return mode, [each for each in offered.functions if each["function"]["name"] in names]
+    return mode, [
+        function for function in offered.functions if function["function"]["name"] in names
+    ]
 
 
 def _function(where: str, tool: dict[str, Any], namespace: str | None) -> dict[str, Any]:
@@ -173,10 +176,10 @@ def _add_namespace(where: str, tool: dict[str, Any], offered: OfferedTools) -> N
     if not isinstance(members, list):
         raise InvalidArgument(f"Validation: {where}.tools: expected `array`, got `{members!r:.64}`")
     for number, member in enumerate(members):
-        place = f"{where}.tools[{number}]"
+        path = f"{where}.tools[{number}]"
         if not isinstance(member, dict) or member.get("type") != "function":
-            raise InvalidArgument(f"Validation: {place}: a namespace has functions alone")
-        function = _function(place, member, namespace)
+            raise InvalidArgument(f"Validation: {path}: a namespace has functions alone")
+        function = _function(path, member, namespace)
         offered.members[function["function"]["name"]] = namespace, member["name"]
         offered.functions.append(function)
 
@@ -204,7 +207,7 @@ class ItemConverter:
             "function_call_output": self._output,
             "custom_tool_call_output": self._output,
             "reasoning": self._reasoning,
-            ADDITIONAL_TOOLS: _no_message,
+            ADDITIONAL_TOOLS: lambda where, item: None,  # additional_tools() has read them
         }
 
     def add(self, where: str, item: dict[str, Any]) -> None:
@@ -318,30 +321,22 @@ def arranged(instructions: str | None, messages: Sequence[NewMessage]) -> list[N
 
     It has the instructions and the system messages at the beginning; later ones are the user's.
     """
-    count = 0
-    for message in messages:
-        if message["role"] != "system":
-            break
-        count += 1
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
     contents: list[Any] = [] if instructions is None else [instructions]
-    contents += [message["content"] for message in messages[:count]]
+    contents += [message["content"] for message in leading]
     first = [{"role": "system", "content": _joined(contents)}] if contents else []
     return first + [
         {**message, "role": "user"} if message["role"] == "system" else message
-        for message in messages[count:]
+        for message in messages[len(leading) :]
     ]
 
 
-def _no_message(where: str, item: dict[str, Any]) -> None:
-    """Tools are read before the items are."""
-
-
 def _joined(contents: list[Any]) -> Any:
-    if all(isinstance(each, str) for each in contents):
+    if all(isinstance(content, str) for content in contents):
         return "\n\n".join(contents)
     parts: list[Any] = []
-    for each in contents:
-        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
     return parts
 
 
@@ -352,16 +347,16 @@ def _image(where: str, part: dict[str, Any]) -> dict[str, Any]:
             f"Validation: {where}.image_url: expected a URL, got {shorten(repr(url))}; no files "
             "are stored here, send the image as a data: URL"
         )
-    found = {"url": url} if detail is None else {"url": url, "detail": detail}
-    return {"type": "image_url", "image_url": found}
+    image_url = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": "image_url", "image_url": image_url}
 
 
 def _texts(where: str, parts: Any, kind: str) -> list[str]:
     if parts is None:
         return []
-    found: Iterable[Any] = parts if isinstance(parts, list) else [None]
+    entries: Iterable[Any] = parts if isinstance(parts, list) else [None]
     texts = []
-    for number, part in enumerate(found):
+    for number, part in enumerate(entries):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == kind else None
         if not isinstance(text, str):
             raise InvalidArgument(

@@ -115,8 +115,6 @@ class StrictResponsesRequest(
 
 
 _decode = msgspec.json.Decoder(StrictResponsesRequest).decode
-
-
 _decode_lenient = msgspec.json.Decoder(ResponsesRequest).decode
 
 
@@ -223,6 +221,7 @@ def _check(wire: ResponsesRequest, ignore_unsupported: bool) -> None:
     """Refuse by name what is not served here."""
     for name, remedy in _UNSUPPORTED.items():
         value = getattr(wire, name)
+        # 1 is what n and best_of default to; True equals it, but asks for something.
         if value is not None and value is not False and (value is True or value != 1):
             raise InvalidArgument(
                 f"Validation: '{name}' is not supported by /v1/responses; {remedy}"
@@ -248,29 +247,31 @@ def _check(wire: ResponsesRequest, ignore_unsupported: bool) -> None:
         _check_members("text", wire.text, _TEXT)
 
 
-def _check_members(where: str, value: dict[str, Any] | None, known: frozenset[str]) -> None:
-    unknown = sorted(name for name in (value or {}).keys() - known if value and value[name])
+def _check_members(where: str, value: dict[str, Any] | None, allowed: frozenset[str]) -> None:
+    unknown = sorted(name for name in (value or {}).keys() - allowed if value and value[name])
     if unknown:
         names = ", ".join(f"`{where}.{shorten(name)}`" for name in unknown[:8])
         raise InvalidArgument(f"Unsupported parameter(s): {names}")
 
 
-def _items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def _items(value: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The items of ``input``, each with an id: clients refer to them by it."""
-    if not given:
+    if not value:
         return []
-    if isinstance(given, str):
-        given = [{"type": "message", "role": "user", "content": given}]
-    made = secrets.token_hex(12)
-    return [_with_id(number, item, made) for number, item in enumerate(given)]
+    if isinstance(value, str):
+        value = [{"type": "message", "role": "user", "content": value}]
+    prefix = secrets.token_hex(12)
+    return [_with_id(number, item, prefix) for number, item in enumerate(value)]
 
 
-def _with_id(number: int, item: dict[str, Any], made: str) -> dict[str, Any]:
-    given = item.get("id")
-    if given is None:
-        return {"type": "message", **item, "id": f"item_{made}{number:x}"}
-    if not isinstance(given, str):
-        raise InvalidArgument(f"Validation: input[{number}].id: expected `str`, got {given!r:.64}")
+def _with_id(number: int, item: dict[str, Any], prefix: str) -> dict[str, Any]:
+    item_id = item.get("id")
+    if item_id is None:
+        return {"type": "message", **item, "id": f"item_{prefix}{number:x}"}
+    if not isinstance(item_id, str):
+        raise InvalidArgument(
+            f"Validation: input[{number}].id: expected `str`, got {item_id!r:.64}"
+        )
     return item if "type" in item else {"type": "message", **item}
 
 
@@ -327,7 +328,7 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": _json(text, {}),
         "tool_choice": _json("auto" if body.tool_choice is None else body.tool_choice, "auto"),
-        "tools": _json(tools.shown, []),
+        "tools": _json(tools.declared, []),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",

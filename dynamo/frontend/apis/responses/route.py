@@ -46,6 +46,7 @@ _BELOW = "/v1/responses/"
 _MAX_PAGE = 100
 _MAX_FIELDS = 100
 _ID_CHARACTERS = 128
+_ACTIONS = {("GET", ""), ("DELETE", ""), ("POST", "cancel"), ("GET", "input_items")}
 _ERRORS = ErrorShape(response_error, response_error_event)
 _RESPONSES = gauge("dynamo_frontend_stored_responses", "Responses that clients may continue")
 _BYTES = gauge("dynamo_frontend_stored_response_bytes", "What stored responses take in memory")
@@ -91,10 +92,10 @@ class ResponseRoutes:
         if origin.previous_id is not None:
             earlier = self._store.get(owner, origin.previous_id)
             if earlier is None:
-                shown = shorten(origin.previous_id, _ID_CHARACTERS)
+                short_id = shorten(origin.previous_id, _ID_CHARACTERS)
                 raise InvalidArgument(
-                    f"Previous response with id '{shown}' not found: it was not stored, or dropped "
-                    "since; send all items of the conversation as 'input'"
+                    f"Previous response with id '{short_id}' not found: it was not stored, or "
+                    "dropped since; send all items of the conversation as 'input'"
                 )
         if origin.messages is None:
             self._resolve(origin, owner, earlier)
@@ -111,19 +112,19 @@ class ResponseRoutes:
                 f"got {len(origin.items)}; send the items themselves"
             )
         wanted = {item["id"] for item in origin.items if item.get("type") == REFERENCE}
-        known = self._store.find_items(owner, wanted, earlier)
-        found = []
+        stored = self._store.find_items(owner, wanted, earlier)
+        items = []
         for number, item in enumerate(origin.items):
             if item.get("type") == REFERENCE:
-                if item["id"] not in known:
+                if item["id"] not in stored:
                     raise InvalidArgument(
                         f"Validation: input[{number}].id: no stored item "
                         f"{shorten(repr(item['id']))}; send the item itself"
                     )
-                item = known[item["id"]]
-            found.append(item)
-        origin.items = found
-        origin.messages = origin.converted(found)
+                item = stored[item["id"]]
+            items.append(item)
+        origin.items = items
+        origin.messages = origin.converted(items)
 
     def _keep(
         self,
@@ -150,20 +151,21 @@ class ResponseRoutes:
     def _stored(self, exchange: Exchange) -> None:
         """Read, list, delete or cancel a response, by the rest of the path."""
         response_id, _, action = exchange.path[len(_BELOW) :].partition("/")
-        found = self._store.get(_owner(exchange), response_id)
-        if found is None and (self._has_relay(exchange) or not _known(exchange.method, action)):
+        stored = self._store.get(_owner(exchange), response_id)
+        is_known = (exchange.method, action) in _ACTIONS
+        if stored is None and (self._has_relay(exchange) or not is_known):
             self._relay(exchange)
             return
         try:
-            if found is None:
-                shown = shorten(response_id, _ID_CHARACTERS)
-                raise _NotFound(f"Response with id '{shown}' not found.")
-            exchange.respond(200, self._answer(exchange, response_id, action, found))
+            if stored is None:
+                short_id = shorten(response_id, _ID_CHARACTERS)
+                raise _NotFound(f"Response with id '{short_id}' not found.")
+            exchange.respond(200, self._answer(exchange, response_id, action, stored))
         except DynamoError as error:
             exchange.respond(error.status, response_error(error.status, error))
 
     def _answer(
-        self, exchange: Exchange, response_id: str, action: str, found: StoredResponse
+        self, exchange: Exchange, response_id: str, action: str, stored: StoredResponse
     ) -> bytes:
         method = exchange.method
         if method == "DELETE" and not action:
@@ -172,14 +174,14 @@ class ResponseRoutes:
         if method == "POST" and action == "cancel":
             raise InvalidArgument("Cannot cancel a synchronous response.")
         if method == "GET" and action == "input_items":
-            return _input_items(found, exchange.query)
+            return _input_items(stored, exchange.query)
         if method != "GET" or action:
             raise _NotFound(f"Route not found: {method} {shorten(exchange.path)}")
         if _query(exchange.query).get("stream", "false") != "false":
             raise InvalidArgument(
                 "Validation: 'stream' is for background responses alone; leave it out"
             )
-        return found.body
+        return stored.body
 
 
 def responses_error_body(path: str, status: int, message: str) -> bytes | None:
@@ -194,15 +196,6 @@ def show_stored_responses(metrics: FrontendMetrics, store: ResponseStore) -> Non
     metrics.child(_BYTES).function = lambda: store.size_bytes
 
 
-def _known(method: str, action: str) -> bool:
-    return (method, action) in (
-        ("GET", ""),
-        ("DELETE", ""),
-        ("POST", "cancel"),
-        ("GET", "input_items"),
-    )
-
-
 def _owner(exchange: Exchange) -> str:
     """The name of the client's API key, "" where none are needed."""
     return "" if exchange.api_key is None else exchange.api_key.name
@@ -215,51 +208,51 @@ def _counted(tokens: int) -> dict[str, Any]:
 def _query(query: str) -> dict[str, str]:
     """The fields of a query, the last of each name. Raises InvalidArgument."""
     try:
-        found = parse_qs(query, max_num_fields=_MAX_FIELDS)
+        fields = parse_qs(query, max_num_fields=_MAX_FIELDS)
     except ValueError:
         raise InvalidArgument(
             f"Validation: the query takes at most {_MAX_FIELDS} fields, got more"
         ) from None
-    return {name: values[-1] for name, values in found.items()}
+    return {name: values[-1] for name, values in fields.items()}
 
 
-def _input_items(found: StoredResponse, query: str) -> bytes:
+def _input_items(stored: StoredResponse, query: str) -> bytes:
     """A page of the items that the response answers, the latest first unless asked otherwise."""
-    given = _query(query)
-    order, after = given.get("order", "desc"), given.get("after")
+    fields = _query(query)
+    order, after = fields.get("order", "desc"), fields.get("after")
     if order not in ("asc", "desc"):
         raise InvalidArgument(f"Validation: 'order' must be asc or desc, got {shorten(order)}")
-    limit = given.get("limit", "20")
+    limit = fields.get("limit", "20")
     if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_PAGE):
         raise InvalidArgument(
             f"Validation: 'limit' must be between 1 and {_MAX_PAGE}, got {shorten(limit)}"
         )
     items: list[dict[str, Any]] = []
-    for one in found.conversation():
-        items += one.items
-        if one is not found:
-            items += one.output
+    for response in stored.conversation():
+        items += response.items
+        # The output of earlier turns was input of this one; its own was not.
+        if response is not stored:
+            items += response.output
     if order == "desc":
         items.reverse()
     start = 0
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+        start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
+        if not start:
             raise InvalidArgument(f"Validation: 'after': no item {shorten(repr(after))}")
-        start = places[0] + 1
     page = items[start : start + int(limit)]
-    shown = [_shown(item) for item in page]
+    data = [_listed(item) for item in page]
     body = {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else "",
-        "last_id": shown[-1]["id"] if shown else "",
+        "data": data,
+        "first_id": data[0]["id"] if data else "",
+        "last_id": data[-1]["id"] if data else "",
         "has_more": start + len(page) < len(items),
     }
     return msgspec.json.encode(body)  # orjson refuses integers of more than 64 bits
 
 
-def _shown(item: dict[str, Any]) -> dict[str, Any]:
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
     """An input item as OpenAI lists it: a message has its content in parts."""
     content = item.get("content")
     if item.get("type") != "message" or not isinstance(content, str):

@@ -57,16 +57,16 @@ class StoredResponse:
 
     def conversation(self) -> list[StoredResponse]:
         """The responses before this one, the first one first, and this one."""
-        found = []
-        one: StoredResponse | None = self
-        while one is not None:
-            found.append(one)
-            one = one.parent
-        return found[::-1]
+        responses = []
+        response: StoredResponse | None = self
+        while response is not None:
+            responses.append(response)
+            response = response.parent
+        return responses[::-1]
 
     def history(self) -> list[dict[str, Any]]:
         """The messages of the conversation. O(messages)."""
-        return [message for one in self.conversation() for message in one.messages]
+        return [message for response in self.conversation() for message in response.messages]
 
 
 class ResponseStore:
@@ -92,10 +92,10 @@ class ResponseStore:
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response, which counts as used now; None if the owner has none of that id."""
-        found = self._named.get((owner, response_id))
-        if found is not None:
+        response = self._named.get((owner, response_id))
+        if response is not None:
             self._named.move_to_end((owner, response_id))
-        return found
+        return response
 
     def find_items(
         self, owner: str, wanted: set[str], earlier: StoredResponse | None = None
@@ -105,13 +105,14 @@ class ResponseStore:
 
         Without keys, items whose ids a client chose are found in the conversation alone.
         """
-        found: dict[str, dict[str, Any]] = {}
-        _add_items(found, wanted, [] if earlier is None else earlier.conversation())
+        items: dict[str, dict[str, Any]] = {}
+        _add_items(items, wanted, [] if earlier is None else earlier.conversation())
         if not owner:
-            wanted = {one for one in wanted if _MADE_HERE.fullmatch(one)}
-        own = [one for (name, _), one in self._named.items() if name == owner]
-        _add_items(found, wanted, own[::-1])
-        return found
+            wanted = {item_id for item_id in wanted if _MADE_HERE.fullmatch(item_id)}
+        own = [response for (name, _), response in self._named.items() if name == owner]
+        # The last used first: a client may have used an id twice.
+        _add_items(items, wanted, own[::-1])
+        return items
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> bool:
         """Store a response; drop the least recently used ones above the bounds.
@@ -123,21 +124,23 @@ class ResponseStore:
         self.delete(owner, response_id)
         self._named[owner, response_id] = response
         self._hold(response)
+        # Ends with this response alone at the latest: it fits.
         while self.size_bytes > self._limit_bytes or len(self._named) > self._limit_count:
             self._drop(self._named.popitem(last=False)[1])
         return True
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Remove a response; those that continue it keep what they need of it."""
-        found = self._named.pop((owner, response_id), None)
-        if found is not None:
-            self._drop(found)
-        return found is not None
+        response = self._named.pop((owner, response_id), None)
+        if response is not None:
+            self._drop(response)
+        return response is not None
 
     def _hold(self, response: StoredResponse | None) -> None:
         """Count one more reference, and the bytes with the first one."""
         while response is not None:
             response._references += 1
+            # Those before it are counted already, once for all that continue this one.
             if response._references > 1:
                 return
             self.size_bytes += response.size_bytes
@@ -154,25 +157,26 @@ class ResponseStore:
     def _check(self) -> None:
         """Assert that references and bytes are those of what is stored."""
         counts: dict[int, int] = {}
-        alive = {id(one): one for first in self._named.values() for one in first.conversation()}
-        for one in (*self._named.values(), *(each.parent for each in alive.values())):
-            if one is not None:
-                counts[id(one)] = counts.get(id(one), 0) + 1
-        assert self.size_bytes == sum(one.size_bytes for one in alive.values())
-        assert all(one._references == counts[key] for key, one in alive.items())
+        named = self._named.values()
+        alive = {id(turn): turn for last in named for turn in last.conversation()}
+        for holder in (*named, *(turn.parent for turn in alive.values())):
+            if holder is not None:
+                counts[id(holder)] = counts.get(id(holder), 0) + 1
+        assert self.size_bytes == sum(turn.size_bytes for turn in alive.values())
+        assert all(turn._references == counts[key] for key, turn in alive.items())
         assert self.size_bytes <= self._limit_bytes and len(self) <= self._limit_count
 
 
 def _add_items(
-    found: dict[str, dict[str, Any]], wanted: set[str], responses: Sequence[StoredResponse]
+    items: dict[str, dict[str, Any]], wanted: set[str], responses: Sequence[StoredResponse]
 ) -> None:
     """Add the items of ``responses`` that are wanted and not found yet."""
-    for one in responses:
-        if wanted <= found.keys():
+    for response in responses:
+        if wanted <= items.keys():
             return
-        for item in (*one.items, *one.output):
+        for item in (*response.items, *response.output):
             if item["id"] in wanted:
-                found.setdefault(item["id"], item)
+                items.setdefault(item["id"], item)
 
 
 def _image_bytes(message: dict[str, Any]) -> int:
