@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+# array[int] is an error at run time before Python 3.12.
 if TYPE_CHECKING:
     Tokens = array[int]
 else:

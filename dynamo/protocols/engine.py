@@ -164,6 +164,7 @@ class CompletionUsage(msgspec.Struct, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+# The decoder checks each entry as a TypedDict; their users read plain dicts.
 if TYPE_CHECKING:
     _TopLogprob = dict[str, Any]
 else:
@@ -220,6 +221,7 @@ class InvalidOutput(ValueError):
 
 def decode_output(payload: bytes, request: PreprocessedRequest) -> EngineOutput:
     """Decode an item of the response to ``request``. Raises InvalidOutput."""
+    # Log probabilities make an item larger: their number is bounded instead.
     if len(payload) > MAX_OUTPUT_BYTES:
         options = request.output_options
         if options.logprobs is None and options.prompt_logprobs is None:

@@ -22,7 +22,6 @@ _FINISH_REASONS = {
 }
 _ERROR = "error"
 _STOP = "stop"
-_NO_IDS: frozenset[int] = frozenset()
 _NO_EDGE = 0xFFFFFFFF
 
 
@@ -163,7 +162,7 @@ class ChoiceRules:
 
     def __init__(self, request: GenerationRequest, conditions: StopConditions) -> None:
         eos, others = conditions.stop_token_ids_hidden, conditions.stop_token_ids
-        self.eos_ids = frozenset(eos) if eos else _NO_IDS
+        self.eos_ids = frozenset(eos or ())
         self.stop_ids = self.eos_ids.union(others) if others else self.eos_ids
         # Not that of the conditions, which the context limits: they are those of one prompt.
         self.min_tokens = request.min_tokens or 0
@@ -219,6 +218,7 @@ class Choice:
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
         count = len(ids)
         if count > 1 and self._one_by_one and output.text is None:
+            # any() stops at the token that ends the choice.
             return any(map(self.push, _single_tokens(output)))
         stop_id: int | None = None
         # isdisjoint runs in C: an output without a stop id, as most are, costs no loop.

@@ -129,7 +129,7 @@ class ParsedChatStream(ChatStream):
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)
-        # Log probabilities and finish_reason are of all chunks: the first and the last has them.
+        # The log probabilities of an output are sent once, with its first chunk.
         *earlier, last = message.deltas() or [{}]
         chunks = b""
         for delta in earlier:

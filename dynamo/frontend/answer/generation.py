@@ -44,8 +44,6 @@ from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
-_NOTHING: frozenset[str] = frozenset()
-
 
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
@@ -92,7 +90,7 @@ class GenerationStream(ABC):
         if options is not None:
             self._with_usage = force_usage or bool(options.include_usage)
             self._usage_so_far = self._with_usage and bool(options.continuous_usage_stats)
-        self._extra = _NOTHING if nvext is None else frozenset(nvext.extra_fields or ())
+        self._extra = frozenset((nvext and nvext.extra_fields) or ())
         self._prepared = prepared
         self._response_id = response_id
         self._created = created
@@ -162,8 +160,7 @@ class GenerationStream(ABC):
         for index, choice in enumerate(self.choices):
             if choice.finish_reason is None:
                 choice.close()
-            texts = choice.pending
-            part = self._part(index, texts[0] if len(texts) == 1 else "".join(texts))
+            part = self._part(index, "".join(choice.pending))
             part["logprobs"] = None if choice.logprobs is None else choice.logprobs.drain()
             part["finish_reason"] = choice.finish_reason
             parts.append(part)
@@ -348,6 +345,7 @@ class CompletionStream(GenerationStream):
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
         if isinstance(request, CompletionRequest) and request.echo:
+            # First, because the collectors of the choices take them.
             self._echoed = echoed_prompts(request, prepared, tokenizer)
         choices = super()._make_choices(request, prepared, tokenizer)
         for index, choice in enumerate(choices if self._echoed else ()):

@@ -190,6 +190,7 @@ class CompletionLogprobs:
     def set_echoed(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         """Set the log probabilities of the echoed tokens: for each (id, log probability) of the
         token itself and of the most likely ones, or nothing."""
+        # An engine may send fewer rows than there are tokens.
         for index, (echoed, row) in enumerate(zip(self._rows, rows, strict=False)):
             if row:
                 text = self._tokenizer.token_text
@@ -201,11 +202,11 @@ class CompletionLogprobs:
         """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
             token = self._tokenizer.token_parts(token_id)[0]
-            others = {
+            ranked = {
                 _name(self._tokenizer, alternative): finite(alternative["logprob"])
                 for alternative in top[: self._alternatives]
             }
-            self._rows.append(CompletionToken(token, finite(logprob), others or None, self._offset))
+            self._rows.append(CompletionToken(token, finite(logprob), ranked or None, self._offset))
             # A part of a character adds nothing: the offset moves with its last token.
             self._offset += len(self._detokenizer.push((token_id,)))
 

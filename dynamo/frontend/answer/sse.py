@@ -147,7 +147,7 @@ class MessageChunks(ChatChunks):
         """Any chunk; the first of a choice names the role."""
         if not self.started:
             self.started = True
-            # As in OpenAI's first chunk, the content is null beside a call, and else a text.
+            # As in OpenAI's first chunk, content is null beside other members, and else a text.
             delta = {"role": "assistant", "content": None if delta else "", **delta}
         opening = b'"delta":' + json_bytes(delta)
         return self._assemble(opening, logprobs, finish_reason, nvext)

@@ -282,7 +282,7 @@ class ModelFormats:
             return ReasoningParser(message, self._shape, inside, parser)
         if is_forced(request.tool_choice):
             return ReasoningParser(message, self._shape, inside, parser, True)
-        # A call inside the reasoning ends it, if the parser of calls accepts it on trial.
+        # A marker of calls may end the reasoning: the parser of calls is tried on what follows.
         shape = self._shape._replace(calls=tool.begins)
         probe = partial(CallProbe, lambda message: tool.make(message, tools), tools.names)
         return ReasoningParser(message, shape, inside, parser, probe=probe)

@@ -14,7 +14,7 @@ _BEFORE_CALL = SPACE + "["
 # Of a list, and of Llama 3, which separates calls with semicolons.
 _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
-# Possessive quantifiers: without them a long header that does not match takes quadratic time.
+# Possessive quantifiers: two runs of spaces side by side would take quadratic time to fail.
 _HEADER = re.compile(r"([\w.\-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+", re.ASCII)
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 _SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")

@@ -206,7 +206,7 @@ class AnswerMessage:
 
     def content_since(self, size: tuple[int, int, int]) -> str:
         """Return the content added to the last delta since :attr:`size` was ``size``."""
-        # A delta that was divided off since has the content of that time.
+        # If another delta has begun since, all of its content is new.
         first = size[1] if size[0] == len(self._earlier) else 0
         return "".join(self._content.pieces[first:])
 

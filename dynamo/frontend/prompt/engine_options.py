@@ -22,12 +22,8 @@ _ANNOTATIONS = frozenset(
     ("formatted_prompt", "llm_metrics", QUERY_ANNOTATION, "request_id", "token_ids")
 )
 _NUMBERS = (
-    "backend_instance_id",
-    "prefill_worker_id",
-    "decode_worker_id",
-    "dp_rank",
-    "prefill_dp_rank",
-)
+    "backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"
+)  # fmt: skip
 
 
 def expand_choices(requests: list[PreprocessedRequest], n: int) -> list[PreprocessedRequest]:
@@ -61,6 +57,7 @@ def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
     """The grammar that the answer must follow, None without one. Raises InvalidArgument."""
     form = request.response_format
     schema = None if form is None else _response_schema(form)
+    # Two fields of one key, which the count below would not notice.
     if schema is not None and request.guided_json is not None:
         raise InvalidArgument(
             "Validation: only one guided decoding constraint, got response_format, guided_json"
@@ -113,14 +110,11 @@ def routing_of(nvext: NvExt | None, lora_name: str | None, salt: str | None) -> 
 
 def _check_numbers(nvext: NvExt) -> None:
     """Check that ids and ranks fit into 64 bits, which the decoder cannot."""
-    for name in _NUMBERS:
-        value = getattr(nvext, name)
-        if value is not None and value > _LARGEST:
-            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {shorten(value)}")
-    for value in nvext.allowed_worker_ids or ():
-        if value > _LARGEST:
-            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {shorten(value)}"
-            raise InvalidArgument(text)
+    numbers = [(name, getattr(nvext, name)) for name in _NUMBERS]
+    numbers += [("allowed_worker_ids", worker_id) for worker_id in nvext.allowed_worker_ids or ()]
+    for name, number in numbers:
+        if number is not None and number > _LARGEST:
+            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {shorten(number)}")
 
 
 def _response_schema(form: dict[str, Any]) -> Any:

@@ -96,7 +96,7 @@ class ImageFetcher:
                 _check_answer(field, client)
                 image = await loop.run_in_executor(self._threads, base64.b64encode, client.body)
         except (OSError, ValueError, ResponseError) as error:
-            # The client gives a body up beyond its limit, as an error like any other.
+            # HttpClient stops beyond its limit with an error like any other.
             if len(client.body) > _LIMIT_BYTES:
                 raise _too_large(field) from None
             late = f"no whole answer in {self._timeout_s:g} s"

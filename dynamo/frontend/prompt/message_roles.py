@@ -33,16 +33,14 @@ class PrintedRoles(NamedTuple):
 
     def always(self) -> frozenset[str]:
         """The roles whose messages are printed wherever they are."""
-        roles = {"user"}
-        if self.calls and self.foreign_ids:
-            roles.add("assistant")
-        if self.tool and self.foreign_ids:
-            roles.add("tool")
-        if self.system and self.later_system and self.result_system:
-            roles.add("system")
-        if self.developer:
-            roles.add("developer")
-        return frozenset(roles)
+        printed = {
+            "user": True,
+            "assistant": self.calls and self.foreign_ids,
+            "tool": self.tool and self.foreign_ids,
+            "system": self.system and self.later_system and self.result_system,
+            "developer": self.developer,
+        }
+        return frozenset(role for role, always in printed.items() if always)
 
 
 def printable(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]:
@@ -71,8 +69,8 @@ def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> lis
     user's."""
     count = len(messages)
     if not roles.system or not roles.later_system:
-        roles_of = [message.get("role") for message in messages]
-        count = next((index for index, role in enumerate(roles_of) if role != "system"), count)
+        names = [message.get("role") for message in messages]
+        count = next((index for index, name in enumerate(names) if name != "system"), count)
     # Others are printed where they are: the first alone may have to move.
     elif messages and messages[0].get("role") == "system":
         count = 1
@@ -116,10 +114,10 @@ def _with_tools(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with calls and results of tools in place of OpenAI's older ones of functions."""
     ready: list[Message] = []
     call_id = ""
-    # Ids of nine letters and digits are those that all templates take.
     for number, message in enumerate(messages):
         call = message.get("function_call")
         if call is not None and message.get("role") == "assistant":
+            # Nine letters and digits: an id that every template takes.
             call_id = f"call{number:05d}"
             calls = [{"id": call_id, "type": "function", "function": call}]
             kept = {name: value for name, value in message.items() if name != "function_call"}

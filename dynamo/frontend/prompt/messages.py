@@ -20,10 +20,7 @@ NewMessage = dict[str, Any]
 """One that is being made, of a request of another API."""
 
 IMAGE: Message = {"type": "image"}
-"""The part that :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object.
-"""
-
-
+"""What :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object."""
 _UNSEEN: Message = {"type": "text", "text": "(An image, which this model cannot see.)"}
 """In place of an image that a tool has returned to a model that takes no images. An agent sends the
 result again with each later request, so that an error would end its session."""
@@ -144,7 +141,7 @@ def _is_tools_image(part: Mapping[str, Any], tools: bool) -> bool:
 
 
 def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
-    if part is IMAGE:
+    if part is IMAGE:  # a client may send an equal part
         return ""
     for key in ("text", "refusal"):
         if part.get("type") == key and isinstance(part.get(key), str):

@@ -45,6 +45,7 @@ class OffLoop:
                 f"{self._limit_bytes >> 20} MiB of large requests are in preparation, please retry "
                 "shortly"
             )
+        # Without a lock: the event loop alone counts.
         self.held_bytes += size_bytes
         try:
             yield

@@ -86,6 +86,7 @@ class ChatTemplate:
 
     def __init__(self, named: Mapping[str, str], specials: Mapping[str, str], origin: str) -> None:
         environment = TemplateEnvironment()
+        # As transformers does: templates compare ``documents`` with None.
         shared = {"documents": None, **specials}
         try:
             compiled = {name: environment.from_string(text, shared) for name, text in named.items()}
@@ -107,6 +108,7 @@ class ChatTemplate:
             template.globals = dict(template.globals)
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
+        # A template may print any role, for a model that was not trained on this one.
         self._has_developer = any("developer" in text for text in named.values())
         try:
             self._try_forms()
@@ -198,6 +200,7 @@ class ChatTemplate:
         if variables:
             names.update(variables)
         names["messages"] = messages
+        # Templates test for None: an empty list would open the section of tools.
         names["tools"] = tools or None
         names["add_generation_prompt"] = add_generation_prompt
         try:
@@ -207,11 +210,9 @@ class ChatTemplate:
 
     def _content_form(self) -> ContentForm:
         """Find out which content this template can print, by rendering a probe as both."""
-        as_text = self._prints(_PROBE)
-        as_parts = self._prints([{"type": "text", "text": _PROBE}])
-        if as_parts:
-            return ContentForm.EITHER if as_text else ContentForm.PARTS
-        return ContentForm.TEXT
+        if not self._prints([{"type": "text", "text": _PROBE}]):
+            return ContentForm.TEXT
+        return ContentForm.EITHER if self._prints(_PROBE) else ContentForm.PARTS
 
     def _prints_call(self, form: CallForm) -> bool:
         """Whether the arguments of a tool call in this form are rendered, or its thinking."""
@@ -250,6 +251,7 @@ class ChatTemplate:
         developer: Message = {"role": "developer", "content": _PROBE}
         brief: Message = {"role": "system", "content": "s"}
         first = self._probed([system, *_QUESTION])
+        # A second one is tried behind the first, and behind an answer, where templates differ.
         later = first and self._probed([brief, system, *_QUESTION])
         foreign = [
             [*_QUESTION, {**_CALLED, "tool_calls": [{**_CALL, "id": call_id}]}]
@@ -279,19 +281,15 @@ class ChatTemplate:
                     f"`{shorten(role)}`; use system, developer, user, assistant or tool"
                 )
 
-    def _probed(self, messages: list[Message]) -> bool:
+    def _probed(self, messages: list[Message], probe: str = "probe") -> bool:
         """Whether ``messages`` can be rendered and the probe in them is printed."""
         try:
-            return "probe" in self.render(messages)
+            return probe in self.render(messages)
         except InvalidArgument:
             return False
 
     def _renders(self, messages: list[Message]) -> bool:
-        try:
-            self.render(messages)
-        except InvalidArgument:
-            return False
-        return True
+        return self._probed(messages, "")
 
     def _prints(self, content: Any) -> bool:
         try:

@@ -64,7 +64,7 @@ class RenderContext(jinja2.runtime.Context):
         While other threads have Python's lock, or the machine is stopped, no template runs.
         """
         ran_s = time.thread_time()
-        # The thread had the lock for half of the second half: others did not keep it waiting.
+        # It ran for half of the time since the first deadline: no other thread kept it waiting.
         if ran_s - self._ran_s >= _RENDER_S / 4:
             raise OutOfTime(f"it runs for more than {_RENDER_S:g} s")
         if math.isnan(self._ran_s):
@@ -138,6 +138,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
         """Write ``node``."""
+        # A method of dicts comes before a key of the same name, as in jinja2.
         if node.attr in _DICT_NAMES:
             super().visit_Getattr(node, frame)
         else:

@@ -61,7 +61,7 @@ class SegmentCache:
         ids: Tokens = array("I")
         parts = self._split(text)
         for position, part in enumerate(parts):
-            # split by a group returns texts and separators in turn
+            # re.split with a group returns texts and separators in turn.
             if position & 1:
                 ids.append(self._special[part])
             elif part:

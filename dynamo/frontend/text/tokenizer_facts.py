@@ -167,7 +167,7 @@ def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
     if kind == "Replace":
         pattern, content = normalizer.get("pattern"), normalizer.get("content")
         text = pattern.get("String") if isinstance(pattern, dict) else None
-        # A pattern, or a longer text, may stand for any number of bytes.
+        # A pattern matches any length, and a longer text may become nothing: no bound.
         grows = isinstance(text, str) and isinstance(content, str) and len(text) <= len(content)
         return 1 if grows else 0
     return _SHRINKING.get(str(kind), 0)
