@@ -39,7 +39,7 @@ class AbsentFlag(NamedTuple):
     def asks(self, flag: str, value: str | None) -> bool:
         """Return whether ``flag``, given with ``value``, asks for more than the default."""
         if isinstance(self.default, bool):
-            # --x asks for True and --no-x for False: for more than the default if they differ.
+            # --x asks for True, --no-x for False: more than the default if that is the other.
             return flag.startswith("--no-") is self.default
         return value is None or value != self.default
 
@@ -272,7 +272,7 @@ def sort_words(
             others.append(word)
             continue
         takes_value = not isinstance(row.default, bool) and not equals
-        # Its value may be the next word; without one the flag itself asks for something.
+        # Its value may be the next word. Without a value it asks for something in any case.
         if takes_value and todo and not todo[-1].startswith("-"):
             equals, value = "=", todo.pop()
         if row.asks(flag, value if equals else None):

@@ -65,7 +65,7 @@ def variable(default: Any, *env: str, **how: Any) -> Any:
 
 
 def _field(default: Any, spec: Callable[[str], Option]) -> Any:
-    # Called with the name of the field, which it learns only when its class is made.
+    # A field learns its name only when its class is made: option_of() calls ``spec`` with it.
     return dataclasses.field(default=default, metadata={"option": spec})
 
 

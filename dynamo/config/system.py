@@ -117,7 +117,7 @@ class SystemSettings:
 
     def __post_init__(self) -> None:
         suffix = self.namespace_worker_suffix
-        # As it is appended, behind the shortest namespace.
+        # As it is appended, behind the shortest namespace: it may begin with a hyphen.
         if suffix and not is_namespace(f"_-{suffix}"):
             raise ConfigError(f"DYN_NAMESPACE_WORKER_SUFFIX {NAMESPACE_RULE}, got {suffix!r}")
 
