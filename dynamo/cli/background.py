@@ -36,7 +36,7 @@ _READY = (f"{_OWN}ready: ", _STARTED)
 _POLL_S = 0.05
 _BEGIN_S = 2.0
 _KILL_S = 8.0
-"""How long an arbiter may take until it writes that it stops: it may be about to start."""
+"""How long after that an arbiter may take to write that it stops: it may be about to start."""
 _LIVES_S = 6.0
 """How long a process has to live to count as started: longer than it may try to reach etcd."""
 _LOG_BYTES = 1 << 20
@@ -183,7 +183,7 @@ def _detach(verb: str, words: Sequence[str], runtime: RuntimeSettings, directory
     if not ready:
         if survival.begun:
             print(f"logs: {directory}", file=sys.stderr)
-        # 0 is that of a deployment that was stopped before it was ready.
+        # Status 0, of a deployment that was stopped before it was ready, is a failure here.
         return child.wait() or 1
     print(f"  stop: dynamo stop --namespace {runtime.namespace}   logs: {directory}")
     for name, reason in survival.given_up.items():

@@ -215,6 +215,7 @@ class ChatSession:
             # append_history_file makes no file, and an older one may be readable by other users.
             os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT, 0o600))
             self._history.chmod(0o600)
+            # Another chat may have added lines to the file since it was read: those stay.
             readline.append_history_file(typed, self._history)
         except OSError as error:
             print(f"the history was not saved: {error.strerror}")
@@ -227,6 +228,7 @@ def _keys_not_shown() -> Iterator[None]:
     before = termios.tcgetattr(terminal)
     silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
     try:
+        # Not TCSAFLUSH, which drops the keys that were typed before.
         termios.tcsetattr(terminal, termios.TCSANOW, silent)
         yield
     finally:

@@ -30,7 +30,7 @@ from dynamo.doctor.deployment import (
     check_listeners,
     check_names,
 )
-from dynamo.doctor.facts import DiskFacts, Finding, FrontendFacts, LimitFacts
+from dynamo.doctor.facts import DiskFacts, Finding, LimitFacts
 from dynamo.doctor.machine import (
     check_clock,
     check_cpu_memory,
@@ -165,11 +165,6 @@ class Examination:
     def _deployment(self) -> Iterator[Finding]:
         frontends, silent = read_frontends(self._frontends(), self.deployed)
         yield from check_frontends(frontends)
-        yield from self._running(frontends, silent)
-
-    def _running(
-        self, frontends: Sequence[FrontendFacts], silent: tuple[tuple[str, int], ...]
-    ) -> Iterator[Finding]:
         document = self.deployed.document
         services = self.graph.services if self.graph else ()
         router = read_router(services, self._frontends(), silent)

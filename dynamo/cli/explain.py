@@ -32,7 +32,7 @@ EPILOG = """examples:
 
 _BAR = 40
 _LEAST_NAME = 12
-_MARK_WIDTH = 5
+_MARK_WIDTH = 5  # before each row: the indent, the arrow and a space
 _INDEX = {
     "exact": "the index has all events of these workers",
     "recovering": "the index was recovering missed events of one of them",

@@ -35,7 +35,7 @@ from dynamo.status.reading import BoxCollector, worker_names
 
 Names = Mapping[str, str]
 """The names of workers by their ids; one that has ended since is shown by its id."""
-_SHOWN = 500
+_ERROR_CHARS = 500
 BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
 _DEFAULT_PORT = 8000
@@ -121,7 +121,7 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error, START)}") from None
     if answer.status != 200:
-        text = refusal(answer.status, bytes(answer.body), _SHOWN)
+        text = refusal(answer.status, bytes(answer.body), _ERROR_CHARS)
         raise DynamoError(f"{url} answered {text}")
     try:
         return msgspec.json.decode(answer.body, type=kind)

@@ -228,6 +228,7 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
         print(f"{path} has keys or values of your environment: its mode is 0600")
     for line in left_out:
         print(f"left out: {line}")
+    # 2: the frontend and the planner.
     print(_steps(path, [f"wrote {path}: {counted(len(graph.services) - 2, 'model')}"]))
 
 

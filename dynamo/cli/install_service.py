@@ -26,6 +26,7 @@ HEADER = "# Written by dynamo install-service. Changes belong into: systemctl ed
 """First line of each unit of ours, which may be replaced."""
 
 _DEFAULT_NAME = "dynamo"
+# For dynamo serve to kill what has not drained, before systemd kills all of it.
 _EXIT_S = 30
 _FILES = 1 << 20
 

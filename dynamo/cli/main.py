@@ -15,10 +15,7 @@ from dynamo import __version__
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 
 VERBS = {
-    "run": (
-        "dynamo.cli.run",
-        "serve a model: an id on Hugging Face, a directory, a GGUF file",
-    ),
+    "run": ("dynamo.cli.run", "serve a model: an id on Hugging Face, a directory, a GGUF file"),
     "remove": ("dynamo.cli.models", "take a model out of the running deployment"),
     "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),

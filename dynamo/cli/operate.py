@@ -92,10 +92,7 @@ def _on_model(verb: str, action: Action, text: str, argv: Sequence[str] | None) 
 
 
 def _run(
-    action: str,
-    deployment: DeploymentSettings,
-    steps: Callable[[BoxActions], Steps],
-    name: str,
+    action: str, deployment: DeploymentSettings, steps: Callable[[BoxActions], Steps], name: str
 ) -> int:
     """Run an action on ``name``, print what it reports."""
     # Of the warnings only those of operations: of connections to engines an operator needs none.

@@ -51,20 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     runtime = chosen_runtime(settings.namespace)
-    answer = _ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
+    try:
+        answer = ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key, _ANSWER_S)
+    except OSError:
+        answer = b""
     if not answer:  # collect the state here; imported here, because it takes 0.1 s
         from dynamo.status.reading import report
 
         answer = report(runtime, settings.api_key)
     return _show(answer, settings.json)
-
-
-def _ask(path: str, api_key: str | None) -> bytes:
-    """Return what the arbiter reports; "" if none answers."""
-    try:
-        return ask(path, api_key, _ANSWER_S)
-    except OSError:
-        return b""
 
 
 def _show(answer: bytes, as_json: bool) -> int:

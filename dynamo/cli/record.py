@@ -79,6 +79,7 @@ async def _record(
         with _progress(errors, client, target, settings), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await client.stopped.wait()
+        # Also after --seconds: no request is added from now on, and the next count is the last.
         client.stopped.set()
         await client.last_count()
     finally:

@@ -30,7 +30,7 @@ EPILOG = """examples:
   dynamo replay bodies.jsonl --model other
   dynamo replay bodies.jsonl --request 9a76bf84 --json"""
 
-_SHOWN = 100
+_ANSWER_CELLS = 100
 _DELTAS = (
     "response.output_text.delta",
     "response.function_call_arguments.delta",
@@ -122,6 +122,7 @@ def _joined(texts: Mapping[_Position, Sequence[str]]) -> str:
 
 def _parts(response: str) -> Iterator[Any]:
     """Yield the JSON of a response, or of each of its events."""
+    # ":" is a comment: a stream may begin with one that keeps the connection alive.
     if not response.lstrip().startswith(("data:", "event:", ":")):
         yield _decoded(response)
         return
@@ -228,5 +229,5 @@ def _lines(replayed: Replayed) -> Iterator[str]:
     for (model, outcome, duration_s), text in zip(
         rows, (replayed.recorded_answer, replayed.error or replayed.answer), strict=True
     ):
-        answer = cut(printable(text), _SHOWN, "…")
+        answer = cut(printable(text), _ANSWER_CELLS, "…")
         yield f"  {model:<{width}}  {outcome:<6} {duration_s:8.2f} s  {answer}"

@@ -32,7 +32,7 @@ from dynamo.runtime.process.paths import (
 )
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override, split_overrides
-from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
 from dynamo.serve.readiness import check_port
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.rundir import RunDirectory
@@ -143,12 +143,6 @@ def parsed(source: GraphSource, namespace: str | None) -> Graph:
     return parse_graph(source.text, source.label, overrides, namespace, default)
 
 
-def _check_ports(specs: Sequence[WatcherSpec], settings: ServeSettings) -> None:
-    """Raise ConfigError if another program listens where a frontend should."""
-    for spec in specs:
-        check_port(spec, settings.port_flag)
-
-
 def dry_run(
     graph: Graph, settings: ServeSettings, runtime: RuntimeSettings
 ) -> tuple[DeploymentPlan, list[str]]:
@@ -172,7 +166,8 @@ def dry_run(
         )
         return planned, warnings
     try:
-        _check_ports(planned.specs, settings)
+        for spec in planned.specs:
+            check_port(spec, settings.port_flag)
     except ConfigError as error:
         warnings.append(error.message)
     return planned, warnings
@@ -232,7 +227,9 @@ def _serve(
     run_directory.acquire(settings.beside_hint)
     try:
         notes = run_directory.reconcile()
-        _check_ports(planned.specs, settings)
+        # Only now: a crashed deployment, which reconcile() has ended, may have listened there.
+        for spec in planned.specs:
+            check_port(spec, settings.port_flag)
         run_directory.make_key()
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
         for name in (*SOCKETS, STATUS_SOCKET):
