@@ -22,8 +22,8 @@ FRONTEND = (
     Mutant(
         "waiting-request-counts-as-silent",
         "dynamo.frontend.requests.request",
-        "        self._working -= 1\n        if not self._working:\n            self.last_activity_s = NEVER\n\n    def prefilled",
-        "        self._working -= 1\n\n    def prefilled",
+        "        elif not self._working:\n            self.last_activity_s = NEVER\n",
+        "",
         ("unit/frontend/test_migration.py::test_a_request_that_waits_for_room_is_not_silent",),
     ),
     Mutant(
@@ -87,7 +87,7 @@ FRONTEND = (
     Mutant(
         "tried-workers-are-never-asked-again",
         "dynamo.frontend.requests.dispatch",
-        "        engine_request.retry_all()\n        self._resends.add_later",
+        "        retries.retry_all()\n        self._resends.add_later",
         "        self._resends.add_later",
         (
             "unit/frontend/test_capacity.py::test_a_request_whose_other_workers_are_full_may_return_to_its_first",

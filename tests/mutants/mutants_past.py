@@ -8,13 +8,13 @@ PAST = (
     Mutant(
         "tokens-counted-twice-after-a-migration",
         "dynamo.frontend.requests.engine_request",
-        "        self.picker.free(self.id, self.tokens - self._reported)\n        self._reported = self.tokens\n        begun",
-        "        self.picker.free(self.id, self.tokens - self._reported)\n        begun",
+        "        self.picker.free(self.id, self.tokens - self._reported)\n        self._reported = self.tokens\n        self.retries",
+        "        self.picker.free(self.id, self.tokens - self._reported)\n        self.retries",
         ("unit/frontend/test_migration.py::test_output_tokens_are_counted_once_over_migrations",),
     ),
     Mutant(
         "refused-retry-renews-its-deadline",
-        "dynamo.frontend.requests.engine_request",
+        "dynamo.frontend.requests.migration",
         "self.migration = self.migration or begun",
         "self.migration = begun",
         (
@@ -121,7 +121,7 @@ PAST = (
     ),
     Mutant(
         "migrations-not-counted",
-        "dynamo.frontend.requests.engine_request",
+        "dynamo.frontend.requests.migration",
         "        self.migrations += 1\n        return True",
         "        return True",
         ("unit/frontend/test_migration.py::test_the_limit_ends_the_request",),

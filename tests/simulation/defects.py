@@ -140,9 +140,9 @@ DEFECTS = (
     ),
     Defect(
         "no-migration",
-        "dynamo.frontend.requests.engine_request",
-        "return self._dispatch.migrations.limit",
-        "return 0",
+        "dynamo.frontend.requests.migration",
+        "self.limit = model.limit or least",
+        "self.limit = 0",
         "No request goes on with another worker when its own dies.",
     ),
     Defect(

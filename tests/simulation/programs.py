@@ -361,7 +361,7 @@ def _received(release: Any) -> Any:
         if not self.released:
             known = fake_os.machine().received_tokens
             tokens, migrations = known.get(self.id, (0, 0))
-            known[self.id] = tokens + self.tokens, migrations + self.migrations
+            known[self.id] = tokens + self.tokens, migrations + self.retries.migrations
             fake_os.machine().attempts.released_s[self.id] = fake_os.machine().now_s
         release(self)
 

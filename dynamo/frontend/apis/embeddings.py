@@ -151,8 +151,8 @@ class EmbeddingRoutes:
             return
         try:
             self._send(request, loaded, parsed, embedding_inputs(loaded.preprocessor, parsed))
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            request.fail(error)
 
     async def _serve_large(self, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
@@ -197,8 +197,8 @@ class EmbeddingRoutes:
             inputs = await threads.run(embedding_inputs, loaded.preprocessor, parsed)
             if not request.closed:
                 self._send(request, loaded, parsed, inputs)
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            request.fail(error)
 
     def _send(
         self,

@@ -107,7 +107,7 @@ class PrefillRequest:
         self.attempts += 1
         self.output = None
         self.release()
-        self.engine_request.prefill_stopped()
+        self.engine_request.prefill_failed()
 
     def cancel(self) -> None:
         """See :class:`dynamo.frontend.requests.engine_request.Pending`."""

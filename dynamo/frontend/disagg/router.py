@@ -276,7 +276,7 @@ class PrefillRouter:
         the same prefill worker, may have ended it just now.
         """
         self.queue.remove(prefill)
-        if not prefill.engine_request.open or prefill.engine_request.request.closed:
+        if prefill.engine_request.ended:
             return
         if self._settings.enforce_disagg:
             if not isinstance(error, InvalidArgument):  # a fault of the request stays one
@@ -286,7 +286,7 @@ class PrefillRouter:
         if error is not None:
             log.warning("no prefill for %s (%s): %s", prefill.id, reason, error)
         self._metrics.fell_back(reason)
-        prefill.engine_request.request.metrics.routed("aggregated")
+        prefill.engine_request.routed("aggregated")
         self._dispatch.decode_later(prefill.engine_request)
 
     def _refuse(self, prefill: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
@@ -382,7 +382,7 @@ class PrefillRouter:
             self._decode_only(prefill, "retries", error)
         elif not self.active or prefill.pin not in (None, *self.queue.all_workers):
             self._decode_only(prefill, "no_worker", error)
-        elif not prefill.engine_request.retry_prefill(error):
+        elif not prefill.engine_request.retries.count_prefill(error):
             self._decode_only(prefill, "retries", error)
         else:
             log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
@@ -410,7 +410,8 @@ def _lost_worker(prefill: PrefillRequest, error: DynamoError) -> WorkersLost | N
     picker, decision = prefill.picker, prefill.decision
     if picker is None or decision is None:
         return None
-    return prefill.engine_request.lost_worker(decision.worker_id, picker.worker_pool, error)
+    retries = prefill.engine_request.retries
+    return retries.lose(decision.worker_id, picker.worker_pool, error)
 
 
 def _is_client_error(error: DynamoError) -> bool:

@@ -458,11 +458,11 @@ class HeldDispatch:
     def fail(self, error: DynamoError) -> None:
         """End the request with ``error``."""
         self._engine_request.waited_for_worker(self._since_s)
-        self._engine_request.request.fail(error)
+        self._engine_request.give_up(error)
 
     def comment(self, text: bytes) -> None:
         """Send a comment, if the answer is a stream."""
-        self._engine_request.request.keep_alive(text)
+        self._engine_request.comment(text)
 
     def show_progress(self) -> bool:
         """Send none: its answer may have begun."""

@@ -159,13 +159,12 @@ class Dispatch:
                     if self._held(engine_request, error):
                         return
                     excluded = isinstance(error, InvalidArgument | NoInstances)
-                    if not (anywhere and excluded and engine_request.tried):
+                    if not (anywhere and excluded and engine_request.retries.tried):
                         self._fail(engine_request, error)
                         return
-                    engine_request.retry_all()
-                    engine_request.drop_prefill_pin()
-        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            engine_request.request.crashed(unexpected)
+                    engine_request.retry_anywhere()
+        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; give_up() logs it
+            engine_request.give_up(unexpected)
 
     def _attempt(self, engine_request: EngineRequest, prefill: bool) -> None:
         """Have its prompt computed, queue it, or choose a worker and open the stream.
@@ -175,16 +174,15 @@ class Dispatch:
         if prefill and self.prefill is not None and self.prefill.take(engine_request):
             return
         preprocessed, queue = engine_request.preprocessed, self.queue
-        request = engine_request.request
+        tried, wanted = engine_request.retries.tried, engine_request.request.wants_route
         attempt = None
-        if engine_request.tried:
-            untried = partial(self._untried, engine_request)
-            attempt = Attempt(untried, engine_request.tried, request.wants_route)
+        if tried:
+            attempt = Attempt(partial(self._untried, engine_request), tried, wanted)
         else:
             if queue is not None or preprocessed.prefill_result is not None:
                 phase = "aggregated" if preprocessed.prefill_result is None else "decode"
-                request.metrics.routed(phase)
-            if request.wants_route:
+                engine_request.routed(phase)
+            if wanted:
                 attempt = Attempt(wanted=True)
         if queue is None:
             decision = self.picker.pick(
@@ -217,15 +215,15 @@ class Dispatch:
         Does nothing for an engine request that has ended since.
         """
         engine_request.continues()
-        if not engine_request.open or engine_request.request.closed:
+        if engine_request.ended:
             return
-        if engine_request.tried:  # it goes on elsewhere, and was prefilled again
+        if engine_request.retries.tried:  # it goes on elsewhere, and was prefilled again
             self.resend(engine_request, prefill=False)
             return
         try:
             self.send(engine_request, prefill=False)
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            engine_request.request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; give_up() logs it
+            engine_request.give_up(error)
 
     def worker_failed(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Go on elsewhere, complete the answer, or fail the request of a worker that failed."""
@@ -233,7 +231,7 @@ class Dispatch:
         # request that may have killed two workers ends before its limit is asked.
         if self._is_free(engine_request, error):
             self._reroute(engine_request, error)
-        elif not error.retryable or not engine_request.migration_limit:
+        elif not error.retryable or not engine_request.retries.limit:
             engine_request.fail(error)
         elif engine_request.is_complete():
             engine_request.on_end()
@@ -241,7 +239,7 @@ class Dispatch:
             engine_request.fail(lost)
         elif not engine_request.can_migrate:
             engine_request.fail(error)
-        elif engine_request.count_migration():
+        elif engine_request.retries.count():
             self._migrate(engine_request, error)
         else:
             engine_request.fail(engine_request.exhausted(error))
@@ -263,7 +261,7 @@ class Dispatch:
         if engine_request.answering:
             return None
         assert decision is not None, "only a request with a worker fails at one"
-        return engine_request.lost_worker(decision.worker_id, pool, error)
+        return engine_request.retries.lose(decision.worker_id, pool, error)
 
     def _reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Choose again among the untried workers: the chosen one has not seen the request.
@@ -293,9 +291,9 @@ class Dispatch:
             worker_id,
             error,
             counted(engine_request.tokens, "token"),
-            engine_request.migrations,
+            engine_request.retries.migrations,
         )
-        if any(lost.worker_id == worker_id for lost in engine_request.lost):
+        if any(lost.worker_id == worker_id for lost in engine_request.retries.lost):
             self._trials.add(engine_request)
         else:
             self._resends.add(engine_request)
@@ -310,7 +308,7 @@ class Dispatch:
         return any(
             worker_id not in on_trial and worker_id not in pool.avoided
             for worker_id in pool.members
-            if worker_id not in engine_request.tried
+            if worker_id not in engine_request.retries.tried
         )
 
     def _fail(self, engine_request: EngineRequest, error: DynamoError) -> None:
@@ -318,18 +316,19 @@ class Dispatch:
 
         One that a worker had accepted waits while all others are full.
         """
-        last_error, migration = engine_request.last_error, engine_request.migration
+        retries = engine_request.retries
+        last_error = retries.last_error
         if last_error is None:
-            engine_request.request.fail(error)
+            engine_request.give_up(error)
             return
         # That no untried worker is left is our doing; what the last one said is the reason.
         if isinstance(error, InvalidArgument | NoInstances):
             error = last_error
-        waits = isinstance(error, Overloaded) and engine_request.migrations > 0
-        if not waits or _waited_too_long(migration):
+        waits = isinstance(error, Overloaded) and retries.migrations > 0
+        if not waits or _waited_too_long(retries.migration):
             engine_request.fail(error)
             return
-        engine_request.retry_all()
+        retries.retry_all()
         self._resends.add_later(engine_request, _FULL_RETRY_S)
 
     def _held(self, engine_request: EngineRequest, error: DynamoError) -> bool:
@@ -337,12 +336,12 @@ class Dispatch:
         if self._hold is None or not isinstance(error, NoInstances):
             return False
         # One that was killed is registered until its end is noticed.
-        if self.picker.worker_pool.has_answering() or engine_request.request.closed:
+        if self.picker.worker_pool.has_answering() or engine_request.ended:
             return False
         try:
             return self._hold(engine_request, self.resend)
         except Unavailable as full:
-            engine_request.request.fail(full)
+            engine_request.give_up(full)
             return True
 
     def _dismissed(self, engine_request: EngineRequest, error: DynamoError) -> None:
@@ -350,7 +349,7 @@ class Dispatch:
 
         One that migrates may go back to the worker that failed, as in :meth:`resend`.
         """
-        migrates = engine_request.migrations and engine_request.tried
+        migrates = engine_request.retries.migrations and engine_request.retries.tried
         if migrates and isinstance(error, InvalidArgument | NoInstances):
             # Not from inside the queue, which routes now.
             self._resends.add(engine_request, at_once=False)
@@ -365,17 +364,17 @@ class Dispatch:
                 engine_request.open_stream(self.client, decision, len(queue))
             except InstanceGone as error:
                 self._reroute(engine_request, error)
-        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            engine_request.request.crashed(unexpected)
+        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; give_up() logs it
+            engine_request.give_up(unexpected)
 
     def _untried(self, engine_request: EngineRequest) -> list[int]:
-        routing = engine_request.routing
+        routing, retries = engine_request.routing, engine_request.retries
         allowed = None if routing is None else routing.allowed_worker_ids
         allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
-        untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
-        if engine_request.lost:
+        untried = [worker_id for worker_id in allowed if worker_id not in retries.tried]
+        if retries.lost:
             on_trial = self._trials.workers
-            untried = [one for one in untried if one not in on_trial] or untried
+            untried = [worker_id for worker_id in untried if worker_id not in on_trial] or untried
         return untried
 
 

@@ -10,24 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from dynamo.errors import (
-    DynamoError,
-    MigrationExhausted,
-    Overloaded,
-    WorkersLost,
-)
+from dynamo.errors import DynamoError, MigrationExhausted
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.requests.migration import (
-    LAST_WORKER,
-    LostWorker,
-    Migration,
-    MigrationOutcome,
+    Retries,
     continued,
     without_pin,
     without_prefill_pin,
 )
 from dynamo.frontend.requests.recent import Prefilled
-from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import (
     EngineOutput,
     InvalidOutput,
@@ -37,7 +29,6 @@ from dynamo.protocols.engine import (
 )
 from dynamo.router.decision.decision import Decision
 from dynamo.router.decision.receipt import DecisionInputs
-from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime import Client
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID
@@ -47,7 +38,6 @@ if TYPE_CHECKING:
     from dynamo.frontend.requests.request import ActiveRequest
 
 _NEVER = 0.0
-_NO_LENGTH = -1
 
 
 class Pending(Protocol):
@@ -65,39 +55,33 @@ class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
 
     It alone changes itself: its owner, its queues and the dispatch call a method for each event.
+    Of its owner it calls five: ``sent``, ``computing``, ``output_ready``, ``engine_request_done``
+    and ``fail``; the owner's metrics learn the rest.
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
-    ``stream`` once a worker has it; ``answering`` once that worker has sent tokens. ``tried`` are
-    workers that could not be reached, ``last_error`` is the error of the last of them.
-    ``detokenize_s`` is spent on converting outputs to text. Other times are monotonic seconds.
+    ``stream`` once a worker has it; ``answering`` once that worker has sent tokens. ``retries``
+    has the workers that failed. ``detokenize_s`` is spent on converting outputs to text. Other
+    times are monotonic seconds.
 
-    ``original`` is the request as the client made it, and ``generated`` its output so far, None if
-    that is not kept; ``inputs`` and ``prefill_inputs`` explain the choice of its latest workers;
-    ``migrations`` counts the workers that failed with it, ``migration`` is the one that has not
-    ended; ``lost`` are the workers that were lost before their first token.
+    ``original`` is the request as the client made it; ``inputs`` and ``prefill_inputs`` explain the
+    choice of its latest workers.
     """
 
     __slots__ = (
         "_choice",
         "_counted",
         "_dispatch",
-        "_record_limit",
         "_reported",
         "_text_complete",
         "answering",
         "decision",
         "detokenize_s",
         "first_token_s",
-        "generated",
         "id",
         "index",
         "inputs",
-        "last_error",
         "last_token_s",
-        "lost",
-        "migration",
-        "migrations",
         "open",
         "original",
         "pending",
@@ -106,11 +90,14 @@ class EngineRequest:
         "preprocessed",
         "released",
         "request",
+        "retries",
         "routing",
         "stream",
         "tokens",
-        "tried",
     )
+
+    least_migrations = 0
+    """So often it may migrate where the dispatch sets no limit."""
 
     def __init__(
         self,
@@ -128,9 +115,7 @@ class EngineRequest:
         self.routing: Routing | None = preprocessed.routing
         self.picker = dispatch.picker
         self._dispatch = dispatch
-        self.tried: frozenset[int] = frozenset()
-        self.last_error: DynamoError | None = None
-        self.lost: tuple[LostWorker, ...] = ()
+        self.retries = Retries(dispatch.migrations, preprocessed, self.least_migrations)
         self.pending: Pending | None = None
         self.decision: Decision | None = None
         self.inputs: DecisionInputs | None = None
@@ -140,12 +125,6 @@ class EngineRequest:
         self._counted = False  # in the request's metrics; a reroute does not count it twice
         self.released = False
         self.answering = False
-        self.migrations = 0
-        self.migration: Migration | None = None
-        self.generated: Tokens | None = None
-        self._record_limit = 0
-        if dispatch.migrations.limit:
-            self.generated, self._record_limit = dispatch.migrations.record(preprocessed)
         self.first_token_s = _NEVER
         self.last_token_s = _NEVER
         self.tokens = 0
@@ -183,13 +162,23 @@ class EngineRequest:
         first, self._counted = not self._counted, True
         self.request.sent(self, decision, queued, chosen_s, first)
 
-    def retry_all(self) -> None:
-        """Let any worker have it again, those that failed too."""
-        self.tried = frozenset()
+    @property
+    def ended(self) -> bool:
+        """Whether it, or its request, has ended: nothing may be sent for it."""
+        return not self.open or self.request.closed
 
-    def drop_prefill_pin(self) -> None:
-        """Let any prefill worker compute the prompt again: the chosen one may have left."""
+    def routed(self, phase: str) -> None:
+        """Note that a worker for ``phase``, one of ``PHASES``, is being chosen."""
+        self.request.metrics.routed(phase)
+
+    def retry_anywhere(self) -> None:
+        """Let any worker have it again, those that failed and left too."""
+        self.retries.retry_all()
         self.routing = without_prefill_pin(self.routing)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the request with ``error``, which no worker has reported."""
+        self.request.fail(error)
 
     def lost_all_workers(self, pending: Pending) -> None:
         """Note that it waits, as ``pending``, for the first worker of its model."""
@@ -207,7 +196,11 @@ class EngineRequest:
     def has_worker(self) -> None:
         """Go on: a worker of its model answers again."""
         self.request.metrics.has_worker()
-        self.retry_all()
+        self.retries.retry_all()
+
+    def comment(self, text: bytes) -> None:
+        """Send the client a comment while it waits, if its answer is a stream."""
+        self.request.keep_alive(text)
 
     # -- called by its owner
 
@@ -219,7 +212,7 @@ class EngineRequest:
     def waits_for_prefill(self, pending: Pending) -> None:
         """Note that its prompt waits, as ``pending``, for a prefill worker."""
         self.pending = pending
-        self.request.metrics.routed("prefill")
+        self.routed("prefill")
 
     def prefill_chosen(self, inputs: DecisionInputs | None) -> None:
         """Note the ``inputs`` by which a prefill worker was chosen."""
@@ -227,18 +220,20 @@ class EngineRequest:
 
     def prefill_started(self) -> float:
         """Note that a prefill worker computes the prompt; return since when (monotonic seconds)."""
-        started_s = self.request.engine_started()
+        self.request.computing(True)
         self.request.metrics.prefilling()
-        return started_s
+        return self.request.last_activity_s
 
-    def prefill_stopped(self) -> None:
+    def prefill_failed(self) -> None:
         """Note that the prefill worker has failed."""
-        self.request.engine_stopped()
+        self.request.computing(False)
 
     def prefilled(self, done: Prefilled, preprocessed: PreprocessedRequest) -> None:
         """Note that the prompt is computed: a decode worker gets ``preprocessed``."""
-        self.request.prefilled(done)
-        self.request.engine_stopped()
+        metrics = self.request.metrics
+        metrics.prefilled = metrics.prefilled or done  # the first one is shown to the client
+        self.request.last_activity_s = done.done_s
+        self.request.computing(False)
         self.preprocessed = preprocessed
 
     # -- the sink of the stream
@@ -265,14 +260,14 @@ class EngineRequest:
         except InvalidOutput as error:
             request.fail(error.at(self.decision.worker_id if self.decision else 0), by_worker=True)
             return
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            request.fail(error)
             return
         self.detokenize_s += time.monotonic() - now
         if output.token_ids:
             self._add_tokens(output.token_ids, now, len(output.token_ids))
         elif output.text:  # without its tokens it cannot be continued
-            self.generated, self._record_limit = None, _NO_LENGTH
+            self.retries.bare_text()
         if request.streaming:
             request.output_ready(len(payload))
         if not text_complete:
@@ -300,10 +295,10 @@ class EngineRequest:
             try:
                 if not self._text_complete:
                     self._choice.close()
-                if self.migration is not None:
-                    self._migrated("success")
-            except BaseException as error:  # noqa: BLE001 - crashed() logs it
-                request.crashed(error)
+                if self.retries.migration is not None:
+                    self.retries.end("success")
+            except BaseException as error:  # noqa: BLE001 - fail() logs it
+                request.fail(error)
                 return
             self.open = False
             self.release()
@@ -311,59 +306,17 @@ class EngineRequest:
 
     def on_error(self, error: DynamoError) -> None:
         """Go on with another worker if the error allows it, else fail the request."""
-        if not self.open or self.request.closed:
+        if self.ended:
             return
         try:
             self._dispatch.worker_failed(self, error)
-        except BaseException as unexpected:  # noqa: BLE001 - crashed() logs it
-            self.request.crashed(unexpected)
-
-    def lost_worker(
-        self, worker_id: int, pool: WorkerPool, error: DynamoError
-    ) -> WorkersLost | None:
-        """Note the loss of a worker before its first token; return what then ends the request.
-
-        A request that two workers did not survive must not reach a third. One whose prompt an
-        engine did not survive may be the cause: it must not take the last engine with it.
-        """
-        lost = LostWorker.of(worker_id, pool, error)
-        if lost is None:
-            return None
-        dead = tuple(other for other in self.lost if other.is_dead and other.worker_id != worker_id)
-        self.lost = (*dead, lost)
-        if dead:
-            return WorkersLost()
-        return WorkersLost(LAST_WORKER) if lost.leaves_one(error) else None
+        except BaseException as unexpected:  # noqa: BLE001 - fail() logs it
+            self.request.fail(unexpected)
 
     @property
     def can_migrate(self) -> bool:
         """Whether another worker can continue exactly here, the limit aside."""
-        if self.generated is not None:
-            return True
-        return not self.tokens and self._record_limit != _NO_LENGTH
-
-    @property
-    def migration_limit(self) -> int:
-        """How many workers may fail with the request without ending it."""
-        return self._dispatch.migrations.limit
-
-    def count_migration(self) -> bool:
-        """Count one more migration; False if the limit is reached."""
-        if self.migrations >= self.migration_limit:
-            return False
-        self.migrations += 1
-        return True
-
-    def retry_prefill(self, error: DynamoError) -> bool:
-        """Count the failure of a prefill worker; False if the limit allows no other one.
-
-        Without a limit, prefill workers have their own.
-        """
-        received = not error.unsent
-        if received and self.migration_limit and not self.count_migration():
-            return False
-        self._dispatch.migrations.begun(received, time.monotonic())
-        return True
+        return self.retries.can_continue(self.tokens)
 
     def leave_worker(self, error: DynamoError) -> int:
         """Free the reservation at a worker that failed; return its id."""
@@ -371,17 +324,12 @@ class EngineRequest:
         assert decision is not None, "only a request with a worker leaves it"
         if self.stream is not None:  # else it was never sent
             self.stream = None
-            self.request.engine_stopped()
+            self.request.computing(False)
         self.answering = False
-        # A full worker says more than one that cannot be reached: it will have room again.
-        if not (error.unsent and isinstance(self.last_error, Overloaded)):
-            self.last_error = error
         # The picker counts output tokens once, here or as they arrive; the next worker starts at 0.
         self.picker.free(self.id, self.tokens - self._reported)
         self._reported = self.tokens
-        begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())
-        self.migration = self.migration or begun
-        self.tried |= {decision.worker_id}
+        self.retries.leave(decision.worker_id, error)
         return decision.worker_id
 
     def migrate(self, error: DynamoError) -> int:
@@ -390,7 +338,7 @@ class EngineRequest:
         # The last worker had the tokens of those before it behind its prompt, and generated the
         # rest: so much less output is expected of the next one.
         before = len(self.preprocessed.token_ids) - len(self.original.token_ids)
-        self.preprocessed = continued(self.original, self.generated, worker_id)
+        self.preprocessed = continued(self.original, self.retries.generated, worker_id)
         self.routing = without_pin(self.routing, worker_id, self.tokens - before)
         if self.tokens and isinstance(self._choice, Choice):
             self._choice.continued()
@@ -399,7 +347,7 @@ class EngineRequest:
     def fail(self, error: DynamoError) -> None:
         """End the request with an error of the workers."""
         self.open = False
-        self._migrated("failure")
+        self.retries.end("failure")
         self.request.fail(error, by_worker=True)
 
     def _add_tokens(self, ids: list[int], now_s: float, first: int) -> None:
@@ -414,12 +362,11 @@ class EngineRequest:
             self.request.model.itl.observe(0.0, count - first)
         self.tokens += count
         self.last_token_s = now_s
-        generated = self.generated
+        generated = self.retries.generated
         if generated is not None:
             generated.fromlist(ids)
-            if self.tokens > self._record_limit:
-                self.generated = None
-                self._dispatch.migrations.too_long()
+            if self.tokens > self.retries.kept_tokens:
+                self.retries.outgrown()
         if self._dispatch.tracks_output:  # tokens count as load as they arrive
             self._reported = self.tokens
             self.picker.add_output_tokens(self.id, count)
@@ -449,10 +396,10 @@ class EngineRequest:
         self.open = False
         if self.decision is not None:
             self.picker.free(self.id, self.tokens - self._reported)
-        if self.lost:
+        if self.retries.lost:
             self._dispatch.trial_over(self)
-        if self.migration is not None:
-            self._migrated("cancelled")
+        if self.retries.migration is not None:
+            self.retries.end("cancelled")
 
     def _stop_early(self) -> None:
         """A stop string ended the text before the engine ended its output."""
@@ -465,7 +412,7 @@ class EngineRequest:
     def _answer_begins(self, now: float, count: int) -> None:
         """The worker has computed the prompt, and sent ``count`` tokens."""
         self.answering = True
-        if self.lost:
+        if self.retries.lost:
             self._dispatch.trial_over(self)
         self.picker.mark_prefill_complete(self.id)
         if self.tokens:  # those of workers that failed
@@ -473,8 +420,8 @@ class EngineRequest:
         else:
             self.first_token_s = now
             self.request.metrics.first_token(now)
-        if self.migration is not None:
-            self._migrated("success")
+        if self.retries.migration is not None:
+            self.retries.end("success")
 
     def is_complete(self) -> bool:
         """Whether nothing is left to generate, although the worker has not ended its output."""
@@ -492,9 +439,3 @@ class EngineRequest:
         """The error after the last migration; without any limit that of the worker."""
         limited = self._dispatch.migrations.limit
         return MigrationExhausted("Migration limit exhausted") if limited else error
-
-    def _migrated(self, outcome: MigrationOutcome) -> None:
-        """End the migration in progress, if any."""
-        migration, self.migration = self.migration, None
-        if migration is not None:
-            self._dispatch.migrations.ended(migration, outcome, time.monotonic())

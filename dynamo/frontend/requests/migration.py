@@ -10,11 +10,20 @@ Pure, except for the counters.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamo.errors import ConnectionTimeout, Disconnected, DynamoError, EngineDied, EngineKilled
+from dynamo.errors import (
+    ConnectionTimeout,
+    Disconnected,
+    DynamoError,
+    EngineDied,
+    EngineKilled,
+    Overloaded,
+    WorkersLost,
+)
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import counter, histogram
 from dynamo.protocols.codec import Tokens, tokens
@@ -40,6 +49,7 @@ _TOO_LONG = counter(
     "model",
 )
 _UNBOUNDED = sys.maxsize
+_NEVER_KEPT = -1
 LAST_WORKER = (
     "The engine died before the first token of this request, which may be the cause; it is not "
     "sent to the last worker of its model. The worker's log has the engine's error"
@@ -122,17 +132,15 @@ class Migrations:
         self._max_seq_len = max_seq_len
         self._metrics = metrics
 
-    def record(self, request: PreprocessedRequest) -> tuple[Tokens | None, int]:
-        """Return an empty array for the output of ``request``, and how many tokens it may get.
-
-        None: it cannot be continued. An engine checks a grammar from the first token of the
-        output, so it would take the rest of a constrained output for the beginning of another one.
-        """
+    def kept_tokens(self, request: PreprocessedRequest) -> int:
+        """Return how many tokens of the output of ``request`` are kept; -1: it never continues."""
+        # An engine checks a grammar from the first token of the output: it would take the rest of a
+        # constrained output for the beginning of another one.
         if not self.limit or request.sampling_options.guided_decoding is not None:
-            return None, 0
+            return _NEVER_KEPT
         if self._max_seq_len is None:
-            return tokens(()), _UNBOUNDED
-        return tokens(()), max(self._max_seq_len - len(request.token_ids), 0)
+            return _UNBOUNDED
+        return max(self._max_seq_len - len(request.token_ids), 0)
 
     def begun(self, received: bool, now_s: float) -> Migration:
         """Count a migration; ``received``: the failed worker may have received the request."""
@@ -150,6 +158,107 @@ class Migrations:
         """Count a request whose tokens are no longer kept."""
         if self._metrics is not None:
             self._metrics.too_long()
+
+
+class Retries:
+    """What one engine request remembers of the workers that failed with it, to go on with another.
+
+    ``tried`` are workers that could not be reached or have failed, ``last_error`` is the error of
+    the last of them, and ``lost`` are those lost before its first token. ``migrations`` counts the
+    workers that received it and failed, up to ``limit``; ``migration`` is the one that has not
+    ended. ``generated`` is its output so far, None if that is not kept: it gets ``kept_tokens``
+    tokens, then :meth:`outgrown`.
+    """
+
+    __slots__ = (
+        "_has_bare_text",
+        "_model",
+        "generated",
+        "kept_tokens",
+        "last_error",
+        "limit",
+        "lost",
+        "migration",
+        "migrations",
+        "tried",
+    )
+
+    def __init__(self, model: Migrations, request: PreprocessedRequest, least: int = 0) -> None:
+        self._model = model
+        self.limit = model.limit or least
+        self.tried: frozenset[int] = frozenset()
+        self.last_error: DynamoError | None = None
+        self.lost: tuple[LostWorker, ...] = ()
+        self.migrations = 0
+        self.migration: Migration | None = None
+        self.kept_tokens = model.kept_tokens(request)
+        self.generated = tokens(()) if self.kept_tokens >= 0 else None
+        self._has_bare_text = False
+
+    def can_continue(self, count: int) -> bool:
+        """Whether another worker can continue exactly after ``count`` tokens, the limit aside."""
+        return self.generated is not None or not (count or self._has_bare_text)
+
+    def bare_text(self) -> None:
+        """Note a text without its tokens: nothing can follow it."""
+        self.generated, self._has_bare_text = None, True
+
+    def outgrown(self) -> None:
+        """Keep the output no longer: it has more than ``kept_tokens`` tokens."""
+        self.generated = None
+        self._model.too_long()
+
+    def count(self) -> bool:
+        """Count one more migration; False if the limit is reached."""
+        if self.migrations >= self.limit:
+            return False
+        self.migrations += 1
+        return True
+
+    def count_prefill(self, error: DynamoError) -> bool:
+        """Count the failure of a prefill worker; False if the limit allows no other one.
+
+        Without a limit, prefill workers have their own.
+        """
+        received = not error.unsent
+        if received and self.limit and not self.count():
+            return False
+        self._model.begun(received, time.monotonic())
+        return True
+
+    def lose(self, worker_id: int, pool: WorkerPool, error: DynamoError) -> WorkersLost | None:
+        """Note the loss of a worker before its first token; return what then ends the request.
+
+        A request that two workers did not survive must not reach a third. One whose prompt an
+        engine did not survive may be the cause: it must not take the last engine with it.
+        """
+        lost = LostWorker.of(worker_id, pool, error)
+        if lost is None:
+            return None
+        dead = tuple(other for other in self.lost if other.is_dead and other.worker_id != worker_id)
+        self.lost = (*dead, lost)
+        if dead:
+            return WorkersLost()
+        return WorkersLost(LAST_WORKER) if lost.leaves_one(error) else None
+
+    def leave(self, worker_id: int, error: DynamoError) -> None:
+        """Note the failure of a worker; a migration begins, if none is in progress."""
+        # A full worker says more than one that cannot be reached: it will have room again.
+        if not (error.unsent and isinstance(self.last_error, Overloaded)):
+            self.last_error = error
+        begun = self._model.begun(not error.unsent, time.monotonic())
+        self.migration = self.migration or begun
+        self.tried |= {worker_id}
+
+    def retry_all(self) -> None:
+        """Let any worker have it again, those that failed too."""
+        self.tried = frozenset()
+
+    def end(self, outcome: MigrationOutcome) -> None:
+        """End the migration in progress, if any."""
+        migration, self.migration = self.migration, None
+        if migration is not None:
+            self._model.ended(migration, outcome, time.monotonic())
 
 
 def continued(

@@ -240,22 +240,14 @@ class ActiveRequest:
         if self.wants_route and engine_request is self.engine_requests[0]:
             self._show_route(engine_request, decision, chosen_s)
 
-    def engine_started(self) -> float:
-        """A worker computes for an engine request from now on (monotonic seconds, returned)."""
-        self._working += 1
-        self.last_activity_s = time.monotonic()
-        return self.last_activity_s
-
-    def engine_stopped(self) -> None:
-        """A worker computes no longer; while none does, the request cannot be silent."""
-        self._working -= 1
-        if not self._working:
+    def computing(self, starts: bool) -> None:
+        """A worker ``starts`` to compute for an engine request, or stops; while none does, the
+        request cannot be silent."""
+        self._working += 1 if starts else -1
+        if starts:
+            self.last_activity_s = time.monotonic()
+        elif not self._working:
             self.last_activity_s = NEVER
-
-    def prefilled(self, done: Prefilled) -> None:
-        """A prefill worker has computed a prompt; the first one is shown to the client."""
-        self.last_activity_s = done.done_s
-        self.metrics.prefilled = self.metrics.prefilled or done
 
     def decide_streaming(self, streams: bool) -> None:
         """The head of a relayed answer says whether it streams."""
@@ -283,8 +275,8 @@ class ActiveRequest:
         if not self.closed and not self._open:
             try:
                 self._writer.complete(self)
-            except BaseException as error:  # noqa: BLE001 - crashed() logs it
-                self.crashed(error)
+            except BaseException as error:  # noqa: BLE001 - fail() logs it
+                self.fail(error)
 
     # -- called by the write batch and the registry
 
@@ -321,8 +313,8 @@ class ActiveRequest:
                 for one in self.engine_requests:
                     one.client_reads(True)
             exchange.write(self.generation.flush())
-        except BaseException as error:  # noqa: BLE001 - crashed() logs it
-            self.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - fail() logs it
+            self.fail(error)
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, so that a client does not take a silent engine for a dead server.
@@ -337,12 +329,23 @@ class ActiveRequest:
             if not self.closed:
                 self.exchange.write(comment)
 
-    def fail(self, error: DynamoError, by_worker: bool = False) -> None:
-        """End the request with ``error``: as a status if nothing was sent, else in the stream."""
+    def fail(self, error: BaseException, by_worker: bool = False) -> None:
+        """End the request with ``error``: as a status if nothing was sent, else in the stream.
+
+        Whatever raises in the course of a request (its output, its end, a callback of its worker)
+        ends here, so that it costs no other request anything: what is no DynamoError is logged, and
+        is an internal error to the client. Raises the following again: cancellation,
+        KeyboardInterrupt, SystemExit.
+        """
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+            raise error
+        if not isinstance(error, DynamoError):
+            log.error("request %s failed", self.info.request_id, exc_info=error)
+            error = DynamoError("Internal server error")
         if self.closed:
             return
-        found = labels(error, by_worker)
-        if found.error_type == "internal":
+        failure = labels(error, by_worker)
+        if failure.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         try:
             self._send_error(explained(error, self.model.name))
@@ -350,21 +353,7 @@ class ActiveRequest:
             log.exception("request %s: its error cannot be sent", self.info.request_id)
             self.exchange.on_disconnect = None
             self.exchange.crashed(unexpected)
-        self.close(found)
-
-    def crashed(self, error: BaseException) -> None:
-        """End the request after any exception: a DynamoError as it is, others as internal errors.
-
-        Whatever raises in the course of a request (its output, its end, a callback of its worker)
-        ends here, so that it costs no other request anything.
-        Raises the following again: cancellation, KeyboardInterrupt, SystemExit.
-        """
-        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
-            raise error
-        if not isinstance(error, DynamoError):
-            log.error("request %s failed", self.info.request_id, exc_info=error)
-            error = DynamoError("Internal server error")
-        self.fail(error)
+        self.close(failure)
 
     # -- called by its writer
 

@@ -230,11 +230,11 @@ class RequestMetrics(RequestFigures, kw_only=True):
         if choices:
             first = choices[0]
             self.inputs, self.prefill_inputs = first.inputs, first.prefill_inputs
-            self.decision, self.migrations = first.decision, first.migrations
+            self.decision, self.migrations = first.decision, first.retries.migrations
             self.last_token_s = first.last_token_s
             if len(choices) > 1:
                 self.last_token_s = max(choice.last_token_s for choice in choices)
-                self.migrations = sum(choice.migrations for choice in choices)
+                self.migrations = sum(choice.retries.migrations for choice in choices)
         echoed_id = self.info.echoed_id
         if echoed_id is not None:
             self.info = self.info._replace(echoed_id=echoed_id[:CLIENT_ID_CHARACTERS])

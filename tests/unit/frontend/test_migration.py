@@ -30,7 +30,7 @@ from dynamo.errors import (
     WorkerSilent,
 )
 from dynamo.frontend.requests import dispatch as dispatching
-from dynamo.frontend.requests import engine_request as requesting
+from dynamo.frontend.requests import migration as migrating
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
 from dynamo.http import NEVER
@@ -459,7 +459,7 @@ async def test_no_limit_keeps_no_tokens() -> None:
     site = MigratingFleet(limit=0)
     site.chat()
     site.streams[0].say([5])
-    assert site.streams[0].sink.generated is None
+    assert site.streams[0].sink.retries.generated is None
     finish(site.streams[0], [6])
 
 
@@ -572,7 +572,7 @@ async def test_refusals_do_not_renew_the_deadline_of_a_migration(
     now_s = 1000.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr(dispatching, "time", clock)
-    monkeypatch.setattr(requesting, "time", clock)
+    monkeypatch.setattr(migrating, "time", clock)
     monkeypatch.setattr(dispatching, "_FULL_RETRY_S", 0.0)
     site.eligibility = SimpleNamespace(rejected=lambda worker_id: False)  # type: ignore[attr-defined]
     site.chat()

@@ -33,7 +33,7 @@ async def test_prefill_workers_share_the_limit() -> None:
     for _ in range(3):
         box.computing[-1].fail(Disconnected("gone"))
     assert box.counted("fallbacks_total") == {"retries": 1}
-    assert caller.engine_request.migrations == 2
+    assert caller.engine_request.retries.migrations == 2
     assert len(box.prefillers.streams) == 3 and len(box.decoders.streams) == 1
     caller.leave()
     assert box.nothing_left()
@@ -44,7 +44,7 @@ async def test_a_prefill_worker_that_refuses_costs_nothing() -> None:
     caller = box.send()
     for _ in range(4):
         box.computing[-1].fail(CannotConnect("no"))
-    assert caller.engine_request.migrations == 0 and len(box.prefillers.streams) == 5
+    assert caller.engine_request.retries.migrations == 0 and len(box.prefillers.streams) == 5
     caller.leave()
     assert box.nothing_left()
 
@@ -84,8 +84,8 @@ async def test_the_rest_is_prefilled_again(tokens: int) -> None:
     # The caller of these tests has no answer: count the tokens by hand.
     engine_request.tokens = tokens
     if tokens:
-        assert engine_request.generated is not None
-        engine_request.generated.fromlist([5, 6])
+        assert engine_request.retries.generated is not None
+        engine_request.retries.generated.fromlist([5, 6])
     first.fail(Disconnected("gone"))
     again = box.prefillers.streams[1]
     assert again.worker_id == PREFILL, "the pin to a prefill worker that lives stays"

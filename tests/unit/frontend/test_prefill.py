@@ -103,27 +103,19 @@ class Caller:
         self.metrics = self
         self.generation = SimpleNamespace(choices=[None])
         self.stages: list[str] = []
-        self.done: Any = None
+        self.prefilled: Any = None
+        self.last_activity_s = 0.0
         self.error: DynamoError | None = None
         self.engine_request: EngineRequest
 
-    def fail(self, error: DynamoError, by_worker: bool = False) -> None:
+    def fail(self, error: BaseException, by_worker: bool = False) -> None:
+        assert isinstance(error, DynamoError)
         self.error, self.closed = error, True
         self.engine_request.release()
 
-    def crashed(self, error: BaseException) -> None:
-        assert isinstance(error, DynamoError)
-        self.fail(error)
-
-    def engine_started(self) -> float:
-        self.working += 1
-        return time.monotonic()
-
-    def engine_stopped(self) -> None:
-        self.working -= 1
-
-    def prefilled(self, done: Any) -> None:
-        self.done = done
+    def computing(self, starts: bool) -> None:
+        self.working += 1 if starts else -1
+        self.last_activity_s = time.monotonic()
 
     def sent(
         self, engine_request: Any, decision: Any, queued: int, chosen_s: float, first: bool
@@ -232,7 +224,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
         "disaggregated_params": {"where": "there"},
         "prompt_tokens_details": {"cached_tokens": 16},
     }
-    assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
+    assert caller.prefilled.worker_id == PREFILL and caller.decision.worker_id == DECODE
     assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
     slot = box.decode.worker_pool.members[DECODE].slots[0]
@@ -332,7 +324,7 @@ async def test_a_choice_whose_request_has_just_ended_is_not_routed_again() -> No
     box.join(PREFILL)
     running, first, second = (box.send() for _ in range(3))
 
-    def fail(error: DynamoError, by_worker: bool = False) -> None:
+    def fail(error: BaseException, by_worker: bool = False) -> None:
         Caller.fail(first, error, by_worker)
         second.leave()  # a request ends with all its choices
 

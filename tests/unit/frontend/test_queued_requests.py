@@ -284,7 +284,7 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
         def take(self, engine_request: Any) -> bool:
             if engine_request.index:
                 return False
-            engine_request.request.engine_started()
+            engine_request.request.computing(True)
             prefilling.set()
             return True
 

@@ -148,10 +148,15 @@ def engine_request(*workers: int, **figures: Any) -> Any:
     """One choice of a request that went to worker 1, of a model with these workers."""
     pool = SimpleNamespace(members=dict.fromkeys(workers))
     picker = SimpleNamespace(worker_pool=pool, reused_tokens=SimpleNamespace(value=0))
-    given = {"tokens": 11, "first_token_s": 6.0, "last_token_s": 8.5, "migrations": 2}
-    given |= {"detokenize_s": 0.125, **figures}
+    given = {"tokens": 11, "first_token_s": 6.0, "last_token_s": 8.5, "detokenize_s": 0.125}
+    retries = SimpleNamespace(migrations=figures.pop("migrations", 2))
     return SimpleNamespace(
-        decision=DECISION, picker=picker, inputs=None, prefill_inputs=None, **given
+        decision=DECISION,
+        picker=picker,
+        retries=retries,
+        inputs=None,
+        prefill_inputs=None,
+        **{**given, **figures},
     )
 
 

@@ -146,8 +146,8 @@ class OpenAIRoutes:
             return
         try:
             self._dispatch(request, loaded, api, parsed, api.prepare(preprocessor, parsed))
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            request.fail(error)
 
     async def _serve_large(self, api: GenerationApi, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
@@ -204,8 +204,8 @@ class OpenAIRoutes:
             prepared = await api.prepare_off_loop(loaded.preprocessor, parsed, threads)
             if not request.closed:
                 self._dispatch(request, loaded, api, parsed, prepared)
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            request.fail(error)
 
     def _dispatch(
         self,
@@ -274,5 +274,5 @@ async def _send_rest(
             if request.closed:
                 return
             loaded.dispatch.send(engine_request)
-    except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-        request.crashed(error)
+    except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+        request.fail(error)

@@ -22,9 +22,6 @@ from dynamo.http import NEVER
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import DP_RANK, PreprocessedEmbeddingRequest, PreprocessedRequest
 
-_LOST_WORKERS = 1
-"""A request that a lost worker may have received is sent again this often: if it is what ends
-workers, it must not end all of them."""
 _OK = 200
 _SHOWN_ERROR = 500
 """Characters of an error body that a stream shows which has begun already."""
@@ -164,8 +161,8 @@ class _Pieces:
             else:
                 exchange.end()
                 request.close(None)
-        except BaseException as error:  # noqa: BLE001 - crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - fail() logs it
+            request.fail(error)
 
 
 class RelayedEngineRequest(EngineRequest):
@@ -173,6 +170,10 @@ class RelayedEngineRequest(EngineRequest):
     which has the prompt and the routing for the router; inputs to embed get that routing, too."""
 
     __slots__ = ("_answer", "_message")
+
+    least_migrations = 1
+    """A request that a lost worker may have received is sent again this often: if it is what ends
+    workers, it must not end all of them."""
 
     def __init__(
         self,
@@ -236,12 +237,12 @@ class RelayedEngineRequest(EngineRequest):
         if not self.first_token_s:
             self._message = b""  # no other worker gets it now
             self.answering = True
-            if self.lost:
+            if self.retries.lost:
                 self._dispatch.trial_over(self)
             self.first_token_s = self.last_token_s = now
             self.picker.mark_prefill_complete(self.id)
             request.metrics.first_token(now)
-            self._migrated("success")
+            self.retries.end("success")
         if count:
             self._count(count, now)
         if request.streaming:
@@ -259,8 +260,8 @@ class RelayedEngineRequest(EngineRequest):
         except DynamoError as error:
             request.fail(error, by_worker=True)
             return
-        except BaseException as error:  # noqa: BLE001 - crashed() logs it
-            request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - fail() logs it
+            request.fail(error)
             return
         self.tokens = max(self.tokens, self._answer.usage().completion_tokens)
         self.open = False
@@ -271,11 +272,6 @@ class RelayedEngineRequest(EngineRequest):
     def can_migrate(self) -> bool:
         """Whether nothing of the body has arrived: a relayed answer cannot be continued."""
         return not self._answer.begun
-
-    @property
-    def migration_limit(self) -> int:
-        """As for every request, and at least one."""
-        return super().migration_limit or _LOST_WORKERS
 
     def fail(self, error: DynamoError) -> None:
         """End the request with an error of the workers, whose text says what the server did."""

@@ -281,8 +281,8 @@ class RelayRoutes:
             return
         try:
             self._send(relay, *self._prepare(relay))
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            relay.request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            relay.request.fail(error)
 
     async def _serve_large(self, otherwise: Route | None, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
@@ -432,8 +432,8 @@ class RelayRoutes:
             prepared = await self._registry.off_loop.run(self._prepare, relay)
             if not relay.request.closed:
                 self._send(relay, *prepared)
-        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            relay.request.crashed(error)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; fail() logs it
+            relay.request.fail(error)
 
     def _send(self, relay: _Relay, preprocessed: PreprocessedRequest, message: bytes) -> None:
         """Choose a worker, reserve its load, send."""
