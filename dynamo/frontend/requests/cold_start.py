@@ -118,7 +118,8 @@ class TrialQueue:
     @property
     def workers(self) -> set[int]:
         """The workers that have a request on trial."""
-        return {one.decision.worker_id for one in self._running if one.decision is not None}
+        decisions = (request.decision for request in self._running)
+        return {decision.worker_id for decision in decisions if decision is not None}
 
     def add(self, engine_request: EngineRequest) -> None:
         """Send the request when a worker has none on trial; until then it is pending."""
@@ -144,7 +145,7 @@ class TrialQueue:
             while self._waiting:
                 engine_request = next(iter(self._waiting))
                 # One without a worker is in a queue: it may get any of them.
-                if any(one.decision is None for one in self._running):
+                if any(running.decision is None for running in self._running):
                     break
                 if self._running and not self._has_room(engine_request):
                     break
@@ -383,8 +384,8 @@ class HeldExchange:
         if text != self._shown and now_s - self._shown_s >= _PROGRESS_EVERY_S:
             self._shown, self._shown_s = text, now_s
             # The chunks of the answer get the same id.
-            own_id, given = request_id(exchange.headers)
-            if given is None:
+            own_id, client_id = request_id(exchange.headers)
+            if client_id is None:
                 exchange.headers = {**exchange.headers, "x-request-id": own_id}
             chunk = {
                 "id": f"chatcmpl-{own_id}",

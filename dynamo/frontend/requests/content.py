@@ -199,18 +199,18 @@ def response_body(raw: bytes) -> bytes:
 
     Without a head, which a part of the response that is not there had, it is what follows.
     """
-    place, chunked = 0, _CHUNK.match(raw) is not None
+    position, chunked = 0, _CHUNK.match(raw) is not None
     if raw.startswith(b"HTTP/"):
         head, end, _ = raw.partition(b"\r\n\r\n")
-        place = len(head) + len(end)
+        position = len(head) + len(end)
         chunked = b"transfer-encoding: chunked" in head.lower()
     if not chunked:
-        return raw[place:]
+        return raw[position:]
     pieces = []
-    while found := _CHUNK.match(raw, place):
-        start, count = found.end(), int(found[1], 16)
+    while chunk := _CHUNK.match(raw, position):
+        start, count = chunk.end(), int(chunk[1], 16)
         pieces.append(raw[start : start + count])
-        place = start + count + 2
+        position = start + count + 2
         if not count:
             break
     return b"".join(pieces)

@@ -109,7 +109,7 @@ def labels(error: DynamoError, by_worker: bool = False) -> Labels:
     if isinstance(error, HttpFailure):
         fallback = _BAD_REQUEST if error.status < 500 else _LABELS[-1][1]
         return _BY_STATUS.get(error.status, fallback)
-    return next(found for kind, found in _LABELS if isinstance(error, kind))
+    return next(its_labels for kind, its_labels in _LABELS if isinstance(error, kind))
 
 
 def explained(error: DynamoError, model: str) -> DynamoError:
@@ -136,8 +136,10 @@ def id_headers(shape: ErrorShape | None, echoed: str | None) -> Sequence[tuple[s
     """Return the headers that echo the id which the client gave to its request."""
     if echoed is None:
         return ()
-    found = ("x-request-id", echoed)
-    return (found,) if shape is None or not shape.id_header else (found, (shape.id_header, echoed))
+    header = ("x-request-id", echoed)
+    return (
+        (header,) if shape is None or not shape.id_header else (header, (shape.id_header, echoed))
+    )
 
 
 def error_response(
@@ -168,14 +170,14 @@ def error_object(status: int, error: DynamoError) -> dict[str, Any]:
 
 
 def _dynamo_body(status: int, error: DynamoError) -> bytes:
-    shown = error_object(status, error)
+    body = error_object(status, error)
     if isinstance(error, Overloaded) and status == 529:
-        shown["message"] = "Service temporarily overloaded"
-        return error_body(status, shown["message"], error=shown)
+        body["message"] = "Service temporarily overloaded"
+        return error_body(status, body["message"], error=body)
     if status >= 500 and status != 503:
         details = {"backend_status": status}
-        return error_body(status, shown["message"], reason_phrase(status), shown, details=details)
-    return error_body(status, shown["message"], error.kind, shown)
+        return error_body(status, body["message"], reason_phrase(status), body, details=details)
+    return error_body(status, body["message"], error.kind, body)
 
 
 DYNAMO_ERRORS = ErrorShape(_dynamo_body, lambda error: error_event(error) + DONE)

@@ -87,13 +87,13 @@ def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
     A client's id that is short and plain is the internal one, too, a UUID in its usual form: it is
     in logs, in the ids of responses and in those of engines.
     """
-    given = headers.get("x-request-id")
-    if given is None:
+    client_id = headers.get("x-request-id")
+    if client_id is None:
         return new_request_id(), None
     try:
-        return str(uuid.UUID(given)), given
+        return str(uuid.UUID(client_id)), client_id
     except ValueError:
-        return (given if _PLAIN_ID.fullmatch(given) else new_request_id()), given
+        return (client_id if _PLAIN_ID.fullmatch(client_id) else new_request_id()), client_id
 
 
 def routed(
@@ -113,11 +113,11 @@ def routed(
     if ROUTING_HEADERS.isdisjoint(headers):
         return routing
     changes: dict[str, int | str] = {} if ignores_nvext else _changes(headers, key)
-    given = routing or Routing()
+    current = routing or Routing()
     if _TENANT in headers:
-        changes["cache_namespace"] = _namespace(headers[_TENANT], given.cache_namespace)
+        changes["cache_namespace"] = _namespace(headers[_TENANT], current.cache_namespace)
     replace: Callable[..., Routing] = msgspec.structs.replace
-    return replace(given, **changes)
+    return replace(current, **changes)
 
 
 def check_nvext(nvext: NvExt | None, key: ApiKey | None) -> None:
@@ -302,21 +302,21 @@ def route_header(
         decision.prompt_blocks,
         round(queued_s * 1e3, 3),
     )
-    chosen, prefill = (None if one is None else one.receipt() for one in inputs)
+    chosen, prefill = (None if weighed is None else weighed.receipt() for weighed in inputs)
     if chosen is not None:
         route.mode, route.index, route.reason = chosen.mode, chosen.index, chosen.reason
-        route.cost = next((one.cost for one in chosen.candidates if one.chosen), None)
+        route.cost = next((row.cost for row in chosen.candidates if row.chosen), None)
         if to_operator:
             route.candidates = _rows(chosen)
     if prefill is not None:
         route.prefill_reason = prefill.reason
-        route.prefill_worker = next((one.worker for one in prefill.candidates if one.chosen), "")
+        route.prefill_worker = next((row.worker for row in prefill.candidates if row.chosen), "")
     return ROUTE_HEADER, msgspec.json.encode(route).decode()
 
 
 def _rows(receipt: RouteReceipt) -> list[_Candidate]:
-    eligible = [one for one in receipt.candidates if not one.excluded]
+    eligible = [row for row in receipt.candidates if not row.excluded]
     return [
-        _Candidate(one.worker, one.dp_rank, one.overlap_blocks, one.cost)
-        for one in eligible[:_MOST]
+        _Candidate(row.worker, row.dp_rank, row.overlap_blocks, row.cost)
+        for row in eligible[:_MOST]
     ]

@@ -258,8 +258,8 @@ class _WorkersLast(dict[tuple[int, int, str], WorkerLast]):
     def __missing__(self, key: tuple[int, int, str]) -> WorkerLast:
         worker_id, dp_rank, worker_type = key
         labels = (str(dp_rank), str(worker_id), worker_type)
-        found = self[key] = WorkerLast(*(family[labels] for family in self._families))
-        return found
+        gauges = self[key] = WorkerLast(*(family[labels] for family in self._families))
+        return gauges
 
     def forget(self, worker_id: int) -> None:
         """Remove the gauges of a worker and all its ranks."""
@@ -340,16 +340,16 @@ class FrontendMetrics:
 
     def model(self, name: str) -> ModelMetrics:
         """The children of a model that is or was served."""
-        found = self._models.get(name)
-        if found is None:
+        metrics = self._models.get(name)
+        if metrics is None:
             self._gone.pop(name, None)
-            found = self._models[name] = ModelMetrics(self, name)
-        return found
+            metrics = self._models[name] = ModelMetrics(self, name)
+        return metrics
 
     def waiting(self, name: str) -> int:
         """How many requests wait for the first worker of ``name``, which gets no series by this."""
-        found = self._models.get(name)
-        return 0 if found is None else int(found.cold_start_queue.value)
+        metrics = self._models.get(name)
+        return 0 if metrics is None else int(metrics.cold_start_queue.value)
 
     @property
     def models(self) -> Iterable[ModelMetrics]:

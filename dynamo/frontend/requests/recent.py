@@ -193,10 +193,10 @@ class RecentRequests:
 
     def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> RequestFigures:
         """Keep a request that has not reached its model; return its record."""
-        internal, given = request_id(exchange.headers)
-        kept = None if given is None else given[:CLIENT_ID_CHARACTERS]
+        internal, client_id = request_id(exchange.headers)
+        echoed_id = None if client_id is None else client_id[:CLIENT_ID_CHARACTERS]
         ended = RequestFigures(
-            RequestInfo(endpoint, internal, kept),
+            RequestInfo(endpoint, internal, echoed_id),
             shorten(model, CLIENT_ID_CHARACTERS),
             exchange.received_at,
             outcome,
@@ -209,18 +209,18 @@ class RecentRequests:
 
     def newest(self, limit: int, model: str = "") -> list[RequestRecord]:
         """The newest ``limit`` requests, of ``model`` alone if it is given; newest first."""
-        chosen = (one for one in self.ended() if not model or one.model == model)
-        return [one.record() for one in islice(chosen, limit)]
+        chosen = (figures for figures in self.ended() if not model or figures.model == model)
+        return [figures.record() for figures in islice(chosen, limit)]
 
     def after(self, cursor: float, limit: int, model: str = "") -> RecentList:
         """The newest ``limit`` requests that ended after ``cursor``, 0 for all; newest first.
 
         The cursor is a time of the machine's monotonic clock, so that it outlives this process.
         """
-        newer = list(takewhile(lambda one: one.ended_s > cursor, self.ended()))
-        chosen = [one for one in newer if not model or one.model == model]
+        newer = list(takewhile(lambda figures: figures.ended_s > cursor, self.ended()))
+        chosen = [figures for figures in newer if not model or figures.model == model]
         return RecentList(
-            requests=tuple(one.record() for one in chosen[:limit]),
+            requests=tuple(figures.record() for figures in chosen[:limit]),
             cursor=newer[0].ended_s if newer else cursor,
             left_out=len(chosen[limit:]),
         )
@@ -232,8 +232,8 @@ class RecentRequests:
 
     def last(self) -> RequestFigures:
         """The request that ended last. Raises ModelNotFound (404) without one."""
-        for one in self.ended():
-            return one
+        for figures in self.ended():
+            return figures
         raise ModelNotFound("No request has ended since the frontend started")
 
     def find(self, name: str) -> RequestFigures:
@@ -242,26 +242,30 @@ class RecentRequests:
 
         Raises ModelNotFound (404), InvalidArgument if there are several.
         """
-        shown = shorten(name, CLIENT_ID_CHARACTERS)
-        found = [one for one in self.ended() if name in one.info[1:]]
-        if not found:
+        shortened = shorten(name, CLIENT_ID_CHARACTERS)
+        matches = [figures for figures in self.ended() if name in figures.info[1:]]
+        if not matches:
             part = _SECRET.sub("", _PREFIXES.sub("", name, count=1).lower())
-            found = [one for one in self.ended() if part and _matches(one.info.request_id, part)]
-        if not found:
+            matches = [
+                figures
+                for figures in self.ended()
+                if part and _matches(figures.info.request_id, part)
+            ]
+        if not matches:
             raise ModelNotFound(
-                f"No request {shown}: the last {self.records.maxlen} are kept, and one "
+                f"No request {shortened}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
-        ids = [one.info.request_id for one in found]
+        ids = [figures.info.request_id for figures in matches]
         if len(set(ids)) > 1:
-            if name in found[0].info[1:]:  # of the client, which has sent it several times
+            if name in matches[0].info[1:]:  # of the client, which has sent it several times
                 raise InvalidArgument(
-                    f"{len(ids)} requests have the id {shown}: name one by its own, as {ids[0]}"
+                    f"{len(ids)} requests have the id {shortened}: name one by its own, as {ids[0]}"
                 )
             raise InvalidArgument(
-                f"{len(ids)} requests begin or end with {shown}: give more digits"
+                f"{len(ids)} requests begin or end with {shortened}: give more digits"
             )
-        return found[0]
+        return matches[0]
 
 
 def _matches(request_id: str, part: str) -> bool:

@@ -174,7 +174,7 @@ class _Cleaner:
         if isinstance(value, list):
             if len(value) == 2 and _is_header(value[0]):
                 return [value[0], self.value(value[1], True)]
-            return [self.value(one, secret) for one in value]
+            return [self.value(entry, secret) for entry in value]
         return REDACTED if secret and value is not None and not isinstance(value, bool) else value
 
     def _field(self, fields: dict[str, Any], key: str, secret: bool) -> Any:
@@ -183,7 +183,7 @@ class _Cleaner:
             return LEFT_OUT
         if key == "value":
             names = (fields.get("name"), fields.get("key"))
-            secret = secret or any(isinstance(one, str) and _is_secret(one) for one in names)
+            secret = secret or any(isinstance(name, str) and _is_secret(name) for name in names)
         elif _is_secret(key):
             secret = True
         elif key in _SCHEMA:
@@ -252,16 +252,16 @@ def _without(spans: Sequence[tuple[int, int]], pieces: Sequence[str]) -> list[st
     """Return the pieces of a text without ``spans`` of it."""
     cleaned, number, begin = [], 0, 0
     for piece in pieces:
-        end, place, parts = begin + len(piece), begin, []
+        end, position, parts = begin + len(piece), begin, []
         while number < len(spans) and spans[number][0] < end:
             start, stop = spans[number]
             if start >= begin:
-                parts += [piece[place - begin : start - begin], REDACTED]
-            place = min(stop, end)
+                parts += [piece[position - begin : start - begin], REDACTED]
+            position = min(stop, end)
             if stop > end:
                 break
             number += 1
-        cleaned.append("".join((*parts, piece[place - begin :])))
+        cleaned.append("".join((*parts, piece[position - begin :])))
         begin = end
     return cleaned
 
@@ -277,8 +277,8 @@ def _keys(text: str) -> Iterator[tuple[int, int]]:
             yield begin, end
 
 
-def _begins_word(text: str, place: int) -> bool:
-    before = text[max(0, place - _ESCAPE_CHARACTERS) : place]
+def _begins_word(text: str, begin: int) -> bool:
+    before = text[max(0, begin - _ESCAPE_CHARACTERS) : begin]
     if not before or not (before[-1].isascii() and before[-1].isalnum()):
         return True
     return _ESCAPE_END.search(before) is not None
@@ -301,28 +301,28 @@ def _is_basic(value: str) -> bool:
 
 
 def _private_keys(text: str) -> Iterator[tuple[int, int]]:
-    place = 0
-    while (begin := _PEM.search(text, place)) is not None:
+    position = 0
+    while (begin := _PEM.search(text, position)) is not None:
         end = _PEM_END.search(text, begin.end())
-        place = len(text) if end is None else end.end()
-        yield begin.start(), place
+        position = len(text) if end is None else end.end()
+        yield begin.start(), position
 
 
 def _values(text: str, lower: str) -> Iterator[tuple[int, int]]:
     """Yield the values of fields, settings and headers that have a secret's name."""
-    place = 0
-    while place < len(text):
+    position = 0
+    while position < len(text):
         # In steps: a search keeps the interpreter from other threads until it ends.
-        near = _NAME_IN_TEXT.search(lower, place, place + _STEP)
+        near = _NAME_IN_TEXT.search(lower, position, position + _STEP)
         match = near and _NAME_IN_TEXT.match(lower, near.start())
         if match is None:
-            place += _STEP - _NAME_CHARACTERS
+            position += _STEP - _NAME_CHARACTERS
             continue
-        place = match.end()
+        position = match.end()
         end = _value_end(text, match)
-        if end > place:
-            yield place, end
-            place = end
+        if end > position:
+            yield position, end
+            position = end
 
 
 def _value_end(text: str, match: re.Match[str]) -> int:
@@ -333,8 +333,8 @@ def _value_end(text: str, match: re.Match[str]) -> int:
     if match[0].startswith(_LINES) and match["sign"] == ":" and not named:
         line = _LINE.match(text, begin)
         return line.end() if line else begin
-    found = _WORD.match(text, begin)
-    word = found[0] if found else ""
+    value = _WORD.match(text, begin)
+    word = value[0] if value else ""
     is_value = named or "=" in match["sign"] or len(word) >= _WORD_CHARACTERS
     if word.lower() in _NO_SECRETS or not (is_value or any(map(str.isdigit, word))):
         return begin

@@ -166,17 +166,17 @@ class RequestRegistry:
         ``request`` is the model and ``request_type``.
         """
         model, request_type = request
-        found = labels(error)
-        self.metrics.failures[found.failure_class, found.reason].value += 1
-        self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
-        self._record_refused(exchange, endpoint, model, found.error_type)
-        shown, shape = explained(error, model), self.error_shape(endpoint, exchange)
+        failure = labels(error)
+        self.metrics.failures[failure.failure_class, failure.reason].value += 1
+        self.metrics.outcomes(model).failed(endpoint, request_type, failure.error_type)
+        self._record_refused(exchange, endpoint, model, failure.error_type)
+        answer, shape = explained(error, model), self.error_shape(endpoint, exchange)
         if exchange.started:  # with comments, while it waited
-            exchange.end(shape.event(shown))
+            exchange.end(shape.event(answer))
             return
         echoed = exchange.headers.get("x-request-id")
         headers = id_headers(shape, echoed)
-        status, body = error_response(shown, self.overload_status, shape, echoed)
+        status, body = error_response(answer, self.overload_status, shape, echoed)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
     def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
@@ -186,12 +186,12 @@ class RequestRegistry:
 
     def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
-        found = labels(Cancelled())
+        failure = labels(Cancelled())
         self.metrics.disconnected.value += 1
-        self.metrics.failures[found.failure_class, found.reason].value += 1
+        self.metrics.failures[failure.failure_class, failure.reason].value += 1
         kind = "stream" if streams else "unary"
-        self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
-        self._record_refused(exchange, endpoint, model, found.error_type)
+        self.metrics.outcomes(model).failed(endpoint, kind, failure.error_type)
+        self._record_refused(exchange, endpoint, model, failure.error_type)
 
     def _record_refused(self, exchange: Exchange, endpoint: str, model: str, outcome: str) -> None:
         recent = self.metrics.recent
@@ -242,19 +242,19 @@ class RequestRegistry:
 
     def open_tokens(self) -> Counter[str]:
         """Return the output tokens of the active requests so far, by model. O(requests)."""
-        found: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for request in self._active:
-            for one in request.engine_requests:
-                found[request.model.name] += one.tokens
-        return found
+            for engine_request in request.engine_requests:
+                tokens[request.model.name] += engine_request.tokens
+        return tokens
 
     def in_flight_by_worker(self) -> Counter[int]:
         """Return the engine requests that each worker has now. O(requests)."""
         return Counter(
-            one.decision.worker_id
+            choice.decision.worker_id
             for request in self._active
-            for one in request.engine_requests
-            if one.decision is not None
+            for choice in request.engine_requests
+            if choice.decision is not None
         )
 
     def in_flight_by_model(self) -> Counter[str]:
@@ -262,7 +262,7 @@ class RequestRegistry:
         return Counter(
             request.model.name
             for request in self._active
-            if any(one.decision is not None for one in request.engine_requests)
+            if any(choice.decision is not None for choice in request.engine_requests)
         )
 
     def decided_since(self, after_s: float) -> Iterator[tuple[RequestFigures, Decision]]:
@@ -275,9 +275,9 @@ class RequestRegistry:
             if figures.sent_s > after_s and choices and choices[0].decision is not None:
                 yield figures, choices[0].decision
         ended = reversed(self.metrics.recent.records)
-        for one in itertools.takewhile(lambda one: one.ended_s > after_s, ended):
-            if one.sent_s > after_s and one.decision is not None:
-                yield one, one.decision
+        for figure in itertools.takewhile(lambda figure: figure.ended_s > after_s, ended):
+            if figure.sent_s > after_s and figure.decision is not None:
+                yield figure, figure.decision
 
     def running(self, request_id: str) -> RequestRecord | None:
         """Return a request in progress with its routes; None if there is none of this id."""
@@ -294,21 +294,21 @@ class RequestRegistry:
     def _show_in_progress(self) -> None:
         show_in_progress(self.metrics, [request.metrics for request in self._active])
         self.metrics.show_used_blocks(
-            (request.model.name, len(one.original.token_ids) + one.tokens)
+            (request.model.name, len(choice.original.token_ids) + choice.tokens)
             for request in self._active
-            for one in request.engine_requests
-            if one.decision is not None
+            for choice in request.engine_requests
+            if choice.decision is not None
         )
 
     def _sweep(self) -> None:
         assert self._silence_s is not None, "armed only with a timeout"
         limit_s = time.monotonic() - self._silence_s
-        for request in [one for one in self._active if one.last_activity_s < limit_s]:
+        for request in [active for active in self._active if active.last_activity_s < limit_s]:
             request.silent(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
 
     def _keep_alive(self, interval_s: float) -> None:
         before = time.monotonic() - interval_s
-        for request in [one for one in self._active if one.idle_since < before]:
+        for request in [active for active in self._active if active.idle_since < before]:
             request.keep_alive()
         self._keep_alive_timer = self._loop.call_later(interval_s, self._keep_alive, interval_s)

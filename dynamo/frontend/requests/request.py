@@ -231,11 +231,11 @@ class ActiveRequest:
         self._working += 1
         now_s = self.last_activity_s = time.monotonic()
         if first:
-            shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
+            is_first = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
         else:
-            shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
+            is_first = engine_request is self.engine_requests[0]  # after a reroute, the new worker
         # Only the first choice has a place in the answer's nvext and in its header.
-        if shown and self.worker_id_field is not None:
+        if is_first and self.worker_id_field is not None:
             self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
         if self.wants_route and engine_request is self.engine_requests[0]:
             self._show_route(engine_request, decision, chosen_s)
@@ -285,7 +285,7 @@ class ActiveRequest:
 
         A prefill worker's stream is not among them: without others the request fails.
         """
-        streams = [one.stream for one in self.engine_requests if one.stream is not None]
+        streams = [choice.stream for choice in self.engine_requests if choice.stream is not None]
         for stream in streams:
             if not self.closed:
                 stream.give_up(error)
@@ -305,13 +305,13 @@ class ActiveRequest:
                 if not self._held_bytes:
                     # Held from now on, with the size of each further output; on_drain flushes.
                     self._held_bytes = 1
-                    for one in self.engine_requests:
-                        one.client_reads(False)
+                    for choice in self.engine_requests:
+                        choice.client_reads(False)
                 return
             if self._held_bytes:
                 self._held_bytes = 0
-                for one in self.engine_requests:
-                    one.client_reads(True)
+                for choice in self.engine_requests:
+                    choice.client_reads(True)
             exchange.write(self.generation.flush())
         except BaseException as error:  # noqa: BLE001 - fail() logs it
             self.fail(error)
@@ -376,9 +376,9 @@ class ActiveRequest:
         # First of all: what the steps below call back must find the request closed.
         self.closed = True
         engine_requests, metrics = self.engine_requests, self.metrics
-        for one in engine_requests:
-            if not one.released:
-                one.release()
+        for choice in engine_requests:
+            if not choice.released:
+                choice.release()
         try:
             if metrics.accepted and metrics.engine_requests:
                 usage = self.generation.final_usage or self.generation.usage()
@@ -417,7 +417,7 @@ class ActiveRequest:
         queued_s = chosen_s - (self.metrics.rerouted_s or self.metrics.prepared_s)
         operator = self._shared.admits_operator(self.exchange)
         header = route_header(self.info.request_id, decision, inputs, queued_s, operator)
-        self.headers = (*(one for one in self.headers if one[0] != ROUTE_HEADER), header)
+        self.headers = (*(pair for pair in self.headers if pair[0] != ROUTE_HEADER), header)
 
     def _client_disconnected(self) -> None:
         if not self.closed:

@@ -249,12 +249,12 @@ def show_in_progress(shared: FrontendMetrics, requests: Iterable[RequestMetrics]
     stages: Counter[tuple[str, str] | None] = Counter()
     inflight, queued = Counter[str](), Counter[str]()
     streams = 0
-    for one in requests:
-        stages[one.stage] += 1
-        streams += one.engine_requests
-        inflight[one.model] += one.engine_requests > 0
-        waits = one.accepted and not one.first_token_s
-        queued[one.model] += waits and one.stage != WORKER_WAIT_STAGE
+    for request in requests:
+        stages[request.stage] += 1
+        streams += request.engine_requests
+        inflight[request.model] += request.engine_requests > 0
+        waits = request.accepted and not request.first_token_s
+        queued[request.model] += waits and request.stage != WORKER_WAIT_STAGE
     for stage, gauge in shared.stages.items():
         gauge.value = stages[stage]
     # Those that wait before their body is parsed are no requests yet.
