@@ -277,8 +277,8 @@ FRONTEND = (
     Mutant(
         "secret-in-a-list-is-kept",
         "dynamo.frontend.requests.redaction",
-        "return [self.value(one, secret) for one in value]",
-        "return [self.value(one) for one in value]",
+        "return [self.value(entry, secret) for entry in value]",
+        "return [self.value(entry) for entry in value]",
         (
             "unit/frontend/test_redaction.py::test_the_value_of_a_secret_name_is_replaced_whatever_it_is",
         ),
@@ -286,8 +286,8 @@ FRONTEND = (
     Mutant(
         "secret-over-two-events-is-kept",
         "dynamo.frontend.requests.redaction",
-        "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end)",
-        "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end) if start >= begin else place",
+        "            if start >= begin:\n                parts += [piece[position - begin : start - begin], REDACTED]\n            position = min(stop, end)",
+        "            if start >= begin:\n                parts += [piece[position - begin : start - begin], REDACTED]\n            position = min(stop, end) if start >= begin else position",
         (
             "unit/frontend/test_redaction.py::test_a_secret_split_over_the_chunks_of_a_choice_is_replaced",
         ),
