@@ -83,6 +83,7 @@ class ChunkedBody:
         self._pending = b""
         self._remaining = 0
         self._trailer_bytes = 0
+        self._allowance = 0
         self._at = self._size_line
 
     def feed(self, data: bytes) -> bytes | None:

@@ -121,7 +121,8 @@ class PrefillRouter:
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
-        engine_request.waits_for_prefill(prefill)
+        engine_request.waits(prefill)
+        engine_request.routed("prefill")
         self._send_next()
         return True
 
@@ -388,7 +389,8 @@ class PrefillRouter:
             log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
             self._metrics.requeued()
             prefill.lose_patience()
-            prefill.engine_request.waits_for_prefill(prefill)
+            prefill.engine_request.waits(prefill)
+            prefill.engine_request.routed("prefill")
             self.queue.requeue(prefill, prefill.pin)
 
     def _expire(self, worker_id: int) -> None:

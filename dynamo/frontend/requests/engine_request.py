@@ -182,7 +182,7 @@ class EngineRequest:
 
     def lost_all_workers(self, pending: Pending) -> None:
         """Note that it waits, as ``pending``, for the first worker of its model."""
-        self.pending = pending
+        self.waits(pending)
         self.request.metrics.waits_for_worker()
 
     def waited_for_worker(self, since_s: float) -> None:
@@ -208,11 +208,6 @@ class EngineRequest:
         """Note whether the client reads, or its text accumulates. A relayed answer pauses then."""
 
     # -- called by the prefill step
-
-    def waits_for_prefill(self, pending: Pending) -> None:
-        """Note that its prompt waits, as ``pending``, for a prefill worker."""
-        self.pending = pending
-        self.routed("prefill")
 
     def prefill_chosen(self, inputs: DecisionInputs | None) -> None:
         """Note the ``inputs`` by which a prefill worker was chosen."""

@@ -236,9 +236,7 @@ class RequestRegistry:
         """Forget ``request``, which has ended, and release its engine id."""
         self._active.discard(request)
         self._engine_ids.discard(request.engine_id)
-        self.admitted -= 1
-        if not self.admitted and self._drained is not None:
-            self._drained.set()
+        self.leave()
 
     def open_tokens(self) -> Counter[str]:
         """Return the output tokens of the active requests so far, by model. O(requests)."""

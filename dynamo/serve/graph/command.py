@@ -13,7 +13,7 @@ from dynamo.config.programs import ATTACH, module_of
 from dynamo.errors import ConfigError
 from dynamo.prometheus_names import name_prefix
 from dynamo.runtime.process.paths import expanded
-from dynamo.serve.graph.engine_gpus import engine_flags
+from dynamo.serve.graph.engine_gpus import engine_flags, flag_values
 from dynamo.serve.graph.facts import DECODE, PREFILL, ListenFacts, ServiceFacts
 from dynamo.serve.graph.service import MODEL_KEYS, declares_model, serves_model
 
@@ -47,10 +47,11 @@ def service_facts(argv: Sequence[str], args: Mapping[str, Any], directory: Path)
         model_keys={key: args[key] for key in MODEL_KEYS if args.get(key) is not None},
     )
     if registers_model:
-        flags = argv_flags(argv)
+        flags = _flags(argv)
         facts.model = model_name(argv, directory)
         several = "," in flags.get("served-model-name", "")
-        facts.further_models = several or not facts.model or bool(flags.keys() & _ADAPTER_FLAGS)
+        adapters = flag_values(argv).keys() & _ADAPTER_FLAGS
+        facts.further_models = several or not facts.model or bool(adapters)
         facts.pool = PREFILL if flags.get("disaggregation-mode") == PREFILL else DECODE
         facts.memory_share = _memory_share(argv, program, directory)
     return facts
@@ -61,7 +62,7 @@ def model_name(argv: Sequence[str], directory: Path) -> str:
 
     A model in a directory has that directory's name; a relative path begins at ``directory``.
     """
-    flags = argv_flags(argv)
+    flags = _flags(argv)
     name = next((flags[flag] for flag in _NAME_FLAGS if flag in flags), "")
     if module_of(argv) == ATTACH:  # NAME=SERVER_NAME,...
         name = name.partition(",")[0].partition("=")[0].strip()
@@ -75,7 +76,7 @@ def model_name(argv: Sequence[str], directory: Path) -> str:
 
 def listen_facts(argv: Sequence[str], env: Mapping[str, str], directory: str) -> ListenFacts:
     """Return where a frontend with this command and environment listens, run in ``directory``."""
-    flags = argv_flags(argv)
+    flags = _flags(argv)
 
     def path(flag: str, variable: str) -> str:
         value = flags.get(flag) or env.get(variable)
@@ -97,15 +98,9 @@ def listen_facts(argv: Sequence[str], env: Mapping[str, str], directory: str) ->
     return facts
 
 
-def argv_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Return the values of the flags in ``argv``, ``--name value`` and ``--name=value``."""
-    flags: dict[str, str] = {}
-    # A flag without a value gets the next word as its value: only flags with one are looked up.
-    for word, following in zip(argv, (*argv[1:], ""), strict=False):
-        if word.startswith("--"):
-            name, joined, value = word[2:].partition("=")
-            flags[name.replace("_", "-")] = value if joined else following
-    return flags
+def _flags(argv: Sequence[str]) -> dict[str, str]:
+    """Return the flags of ``argv`` that have a value."""
+    return {name: value for name, value in flag_values(argv).items() if isinstance(value, str)}
 
 
 def _memory_share(argv: Sequence[str], program: str, directory: Path) -> float:

@@ -228,7 +228,18 @@ def engine_flags(words: Iterable[str], directory: Path) -> EngineFlags:
 
     Raises ConfigError for a file that cannot be read.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {**flag_values(words)}
+    if "config" in values:
+        values = {**_read(directory / str(values["config"])), **values}
+    return EngineFlags(values)
+
+
+def flag_values(words: Iterable[str]) -> dict[str, str | bool]:
+    """Return the flags in ``words`` by long name without dashes: its value, True without one.
+
+    Of several values (``--served-model-name a b``) the first counts.
+    """
+    values: dict[str, str | bool] = {}
     name = ""
     for word in words:
         # "-1" is a value.
@@ -236,11 +247,9 @@ def engine_flags(words: Iterable[str], directory: Path) -> EngineFlags:
             flag, joined, value = word.partition("=")
             name = _SHORT.get(flag) or flag.lstrip("-").replace("_", "-")
             values[name] = value if joined else True
-        elif name:
+        elif name and values[name] is True:
             values[name] = word
-    if "config" in values:
-        values = {**_read(directory / str(values["config"])), **values}
-    return EngineFlags(values)
+    return values
 
 
 def with_engine_gpus(services: Sequence[Service], directory: Path) -> tuple[Service, ...]:
