@@ -124,7 +124,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
 
 
 class EngineCommand(msgspec.Struct, omit_defaults=True):
-    """``route`` is ``sleep``, ``wake_up`` or ``is_sleeping``, ``body`` that of ``/engine/…``."""
+    """A command: ``route`` is sleep, wake_up or is_sleeping, ``body`` that of ``/engine/…``."""
 
     route: str
     body: dict[str, Any] | None = None

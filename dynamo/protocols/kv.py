@@ -118,10 +118,11 @@ class KvQuery(msgspec.Struct, omit_defaults=True):
 
 
 class KvQueryAnswer(msgspec.Struct, omit_defaults=True):
-    """``kind``: events | tree_dump | invalid_range | too_new.
+    """The answer to a query; ``kind`` is events, tree_dump, invalid_range or too_new.
 
     The events of a dump rebuild the tree, parents first; ``last_event_id`` is the state that they
-    describe. ``block_size`` is in tokens, None if the worker has none."""
+    describe. ``block_size`` is in tokens, None if the worker has none.
+    """
 
     kind: str
     events: list[KvEvent] = []

@@ -172,11 +172,12 @@ class ChoiceRules:
 
 
 class Choice:
-    """``pending`` are the texts not yet written (none of them empty), ``tokens`` the number
-    generated, ``finish_reason`` (OpenAI's) is None until the end, ``usage`` the engine's counts.
-    ``prompt_output`` is how many of the tokens are in the engine's prompt: an earlier one generated
-    them.
-    ``stop_ids`` are the tokens that may end it.
+    """One choice of an answer, as far as its engine has sent it.
+
+    ``pending`` are the texts not yet written (none of them empty), ``tokens`` the number generated,
+    ``stop_ids`` those that may end it. ``finish_reason`` (OpenAI's) is None until the end,
+    ``usage`` the engine's counts. ``prompt_output`` of the tokens are in the engine's prompt: an
+    earlier one generated them.
     """
 
     __slots__ = (

@@ -61,7 +61,7 @@ class PromptLogprobs:
             if entries is not None:
                 rows = self._rows = _rows(entries)
                 if isinstance(self._inner, CompletionLogprobs):
-                    self._inner.set_echoed(list(map(_probabilities, rows)))
+                    self._inner.set_echoed(rows)
         if self._inner is not None:
             self._inner.add(output, count)
 
@@ -108,10 +108,6 @@ def _rows(value: Any) -> _Rows:
         return msgspec.convert(value, _Rows)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise EngineFailure(f"{_KEY} are invalid: {shorten(error, 200)}") from None
-
-
-def _probabilities(row: list[PromptLogprob] | None) -> list[tuple[int, float]]:
-    return [] if row is None else [(token.token_id, token.logprob) for token in row]
 
 
 def _shown(text: Callable[[int], str], token: PromptLogprob) -> tuple[str, dict[str, Any]]:
@@ -187,16 +183,14 @@ class CompletionLogprobs:
         self._offset = offset
         self._rows = list(echoed)
 
-    def set_echoed(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Set the log probabilities of the echoed tokens: for each (id, log probability) of the
-        token itself and of the most likely ones, or nothing."""
+    def set_echoed(self, rows: _Rows) -> None:
+        """Set the log probabilities of the echoed tokens: a row for each, itself first."""
         # An engine may send fewer rows than there are tokens.
         for index, (echoed, row) in enumerate(zip(self._rows, rows, strict=False)):
             if row:
-                text = self._tokenizer.token_text
-                top = {text(token_id): finite(logprob) for token_id, logprob in row}
-                logprob = finite(row[0][1])
-                self._rows[index] = echoed._replace(logprob=logprob, top=top)
+                decode = self._tokenizer.token_text
+                top = {decode(token.token_id): finite(token.logprob) for token in row}
+                self._rows[index] = echoed._replace(logprob=finite(row[0].logprob), top=top)
 
     def add(self, output: EngineOutput, count: int) -> None:
         """Add the first ``count`` tokens of ``output``."""

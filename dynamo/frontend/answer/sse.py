@@ -18,11 +18,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 json_bytes = orjson.dumps
 _NULL = b"null"
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
+_ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 # Their texts are made for clients; those of other faults may name what is inside.
 _VERBATIM = frozenset(
     ("overloaded", "no_instances", "unavailable", "migration_exhausted", "workers_lost")
@@ -170,9 +166,8 @@ def annotation(name: str, value: str) -> bytes:
 
 def error_event(error: DynamoError) -> bytes:
     """The error object in a stream that has begun; ``[DONE]`` follows separately."""
-    kind = _ERROR_TYPES.get(error.status)
-    if kind is None:
-        kind = "invalid_request_error" if 400 <= error.status < 500 else "internal_server_error"
+    default = "invalid_request_error" if 400 <= error.status < 500 else "internal_server_error"
+    kind = _ERROR_TYPES.get(error.status, default)
     body = {"message": public_message(error), "type": kind, "param": None, "code": error.status}
     return b"data: " + json_bytes({"error": body}) + b"\n\n"
 

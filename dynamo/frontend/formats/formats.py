@@ -73,9 +73,9 @@ MakeParser = Callable[[AnswerMessage, RequestTools], AnswerParser]
 
 
 class ToolFormat(NamedTuple):
-    """``markers`` are shown to the parser even if they are special tokens. ``short_ids``: the chat
-    template takes ids of nine letters and digits only. ``begins``: a marker that begins calls, and
-    so ends reasoning that the model has not closed."""
+    """A format of tool calls. ``markers`` are shown to the parser even if they are special tokens.
+    ``short_ids``: the chat template takes ids of nine letters and digits only. ``begins``: a marker
+    that begins calls, and so ends reasoning that the model has not closed."""
 
     make: MakeParser
     markers: tuple[str, ...] = ()

@@ -120,8 +120,7 @@ def begins_value(text: str, kinds: set[str]) -> bool | None:
     # Longer than any number or word: a text of digits is not held back to its end.
     if len(text) > _MAX_SCALAR:
         return False
-    words = [word for word, kind in _WORDS.items() if kind in kinds]
-    if any(word.startswith(begun) for word in words):
+    if any(kind in kinds and word.startswith(begun) for word, kind in _WORDS.items()):
         return None
     is_number = not kinds.isdisjoint(_NUMBERS) and _NUMBER_BEGINS.fullmatch(begun)
     return None if is_number or not begun else False

@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"^(?:functions\.)?(.*?)(?::\d+)?$", re.DOTALL)
 
 
 class SectionShape(NamedTuple):
-    """``markers`` are those of the section's beginning and end, and of a call.
+    """The ``markers`` of a section's beginning and end and of a call, and the parts of a call.
 
     A call is a header, ``opens`` and its arguments, up to one of ``closes``. The name follows
     ``before_name`` in the header. With ``numbered`` the header is the id of the call, as

@@ -29,14 +29,14 @@ _TYPED = re.compile(r"""\bstring\s*=\s*["']?(true|false)\b""")
 
 
 class XmlCallShape(NamedTuple):
-    """``call`` and ``function`` are the tags around a call and a function, each as (opens, closes).
+    """The tags around a call, its function and each parameter, each as (opens, closes).
 
     ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``name_ends``.
     Where ``function`` opens with "", the name follows ``call`` at once, and the first parameter or
     the end of the call ends it. ``value_opens`` is a tag between the name of a parameter and its
     value. Line breaks around a value are dropped with ``trims``. ``token`` is a special token that
-    the tags contain. With ``string="true"`` or ``"false"`` behind its name a parameter says itself
-    whether it is a text.
+    the tags contain: then ``string="true"`` or ``"false"`` behind a name says whether the value is
+    a text.
     """
 
     call: tuple[str, str]

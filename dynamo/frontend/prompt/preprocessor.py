@@ -49,8 +49,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``; its index in the answer is the
-    same.
+    """Engine requests: ``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``, as in the answer.
 
     ``prompt_tokens`` counts each prompt once. ``rendered_s`` is the time in the chat template, None
     without one; ``tokenized_s`` those of the prompts that were text. ``answer`` is how to read the

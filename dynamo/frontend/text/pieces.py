@@ -88,8 +88,8 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 class PieceTable:
-    """``text[id]`` is the token's text, or None if it is not whole UTF-8; ``partial[id]`` are the
-    bytes of those. Ids without a token are empty texts. ``visible`` is ``text`` without the
+    """The text of each token by id: ``text[id]`` is None if it is not whole UTF-8, ``partial[id]``
+    are then its bytes. Ids without a token are empty texts. ``visible`` is ``text`` without the
     tokens in ``special_ids``. With ``strip_space`` a text loses a space at its beginning."""
 
     __slots__ = ("partial", "special_ids", "strip_space", "text", "visible")

@@ -48,11 +48,12 @@ class Probe(msgspec.Struct):
 
 
 class TokenizerFacts(msgspec.Struct):
-    """``source`` is the file for ``fastokens``; ``size`` counts all tokens, added ones too.
+    """What the frontend needs of a tokenizer.json, whose text for ``fastokens`` is ``source``.
 
-    ``text`` and ``partial`` are those of the :class:`PieceTable`; ``text`` is None without one.
-    A token has at most ``longest_token_bytes`` bytes of text, which the normalizer may have made of
-    ``shrinks_by`` times as many; 0 without a bound.
+    ``size`` counts all tokens, added ones too. ``text`` and ``partial`` are those of the
+    :class:`PieceTable`; ``text`` is None without one. A token has at most ``longest_token_bytes``
+    bytes of text, which the normalizer may have made of ``shrinks_by`` times as many; 0 without a
+    bound.
     """
 
     source: str
