@@ -142,6 +142,7 @@ class QueueStatePublisher:
             return  # closed
         if bool(self._queue) != bool(self._published.size):
             self._send()
+        # Else the timer is armed for the end of the interval already.
         elif self._due_s > self._published_s + INTERVAL_S and self._state() != self._published:
             self._arm(max(self._published_s + INTERVAL_S, self._loop.time()))
 

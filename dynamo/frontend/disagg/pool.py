@@ -82,7 +82,7 @@ class PrefillPool:
 
     def disagreement(self, card: ModelCard) -> str:
         """Why ``card`` conflicts with the others: ``endpoint`` or ""."""
-        others = {_endpoint(one) for one in self.cards.values()}
+        others = {_endpoint(other) for other in self.cards.values()}
         return "endpoint" if others - {_endpoint(card)} else ""
 
     def add(self, key: str, card: ModelCard) -> None:
@@ -101,6 +101,7 @@ class PrefillPool:
         return card
 
     def _cards_changed(self) -> None:
+        # One task at a time: it looks at the cards again before it ends.
         if self.router is not None and not self._changing and not self._closed:
             self._changing = True
             self._tasks.spawn(self._update(), name=f"prefill of {self.name}")
@@ -111,6 +112,7 @@ class PrefillPool:
             while True:
                 wanted = next((_endpoint(card) for card in self.cards.values()), None)
                 active = self._active
+                # At each turn: cards may have come or gone while the last step waited.
                 if wanted == (None if active is None else active.endpoint):
                     return
                 if active is not None:
@@ -169,12 +171,12 @@ class _Active:
 
     def admit(self, card: ModelCard) -> None:
         """Admit the worker of ``card``."""
-        known = card.instance_id in self._cards
+        replaced = card.instance_id in self._cards
         self._cards[card.instance_id] = card
         if self._live is None:
             return
         self._live.admit(card.instance_id)
-        if known:
+        if replaced:
             self._add(card.instance_id)
 
     def refuse(self, worker_id: int) -> None:

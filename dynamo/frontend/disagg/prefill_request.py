@@ -83,6 +83,7 @@ class PrefillRequest:
         Raises WorkerUnavailable, with nothing reserved, if it has just left.
         """
         request = self.engine_request
+        # Before the message is sent: release() frees the reservation by them, also if that fails.
         self.picker, self.decision = picker, decision
         request.prefill_chosen(decision.inputs)
         payload = encode(to_prefill(request.preprocessed, request.routing, decision))
@@ -130,12 +131,14 @@ class PrefillRequest:
             assert self.decision is not None, "items arrive from a worker"
             self._owner.failed(self, error.at(self.decision.worker_id))
             return
+        # Engines end a request that they cannot serve with the reason "error: TEXT".
         reason = output.finish_reason or ""
         if reason.startswith("error"):
             self._owner.failed(self, EngineFailure(reason.removeprefix("error").lstrip(": ")))
             return
         if output.token_ids and self.picker is not None:
             self.picker.mark_prefill_complete(self.id)
+        # Engines differ in which output has the parameters: the last one that has them counts.
         if self.output is None or output.disaggregated_params is not None:
             self.output = output
 
@@ -155,11 +158,11 @@ def to_prefill(
     request: PreprocessedRequest, routing: Routing | None, decision: Decision
 ) -> PreprocessedRequest:
     """The request for the prefill worker: one token, of which only the KV blocks matter."""
-    one = msgspec.structs.replace(request.stop_conditions, max_tokens=1, min_tokens=1)
+    one_token = msgspec.structs.replace(request.stop_conditions, max_tokens=1, min_tokens=1)
     constraints = prefill_routing(routing) or Routing()
     return msgspec.structs.replace(
         request,
-        stop_conditions=one,
+        stop_conditions=one_token,
         output_options=OutputOptions(),
         backend_instance_id=None,
         routing=msgspec.structs.replace(constraints, dp_rank=decision.dp_rank),
@@ -173,6 +176,7 @@ def after_prefill(request: PreprocessedRequest, output: EngineOutput) -> Preproc
     details = output.completion_usage and output.completion_usage.prompt_tokens_details
     if isinstance(details, PromptTokensDetails):
         result["prompt_tokens_details"] = msgspec.to_builtins(details)
+    # Ours wins over the client's: where the blocks come from is not for it to say.
     override = {**(request.router_config_override or {}), **DECODE_OVERRIDE}
     return msgspec.structs.replace(request, prefill_result=result, router_config_override=override)
 

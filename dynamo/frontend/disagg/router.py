@@ -213,6 +213,7 @@ class PrefillRouter:
         prefill.ended()
         seconds = now_s - prefill.sent_s
         self._metrics.computed(seconds)
+        # The rows of a worker that has left were removed, and must not come back.
         if decision.worker_id in self.workers:
             tokens = _prompt_tokens(prefill)
             self._metrics.last_of(decision.worker_id, decision.dp_rank, tokens, seconds)
@@ -230,6 +231,7 @@ class PrefillRouter:
 
     def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
         """Retry with another worker, serve decode-only, or fail: it depends on the error."""
+        # First: failed() below drops the picker, whose pool says which workers are left.
         lost = _lost_worker(prefill, error)
         self.queue.finish(prefill)
         prefill.failed()
@@ -342,6 +344,7 @@ class PrefillRouter:
         best = self.workers.best(prefill)
         if best is None or best in free or best not in self.queue.workers:
             return False
+        # Once per prompt: after the wait any worker will do.
         prefill.lose_patience()
         self.queue.bind(prefill, best)
         self._loop.call_later(self._settings.prefill_patience_s, self._unbind, prefill)

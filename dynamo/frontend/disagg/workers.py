@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
-from dynamo.errors import (
-    DynamoError,
-    InvalidArgument,
-    NoInstances,
-    Overloaded,
-)
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routing
 from dynamo.frontend.requests.dispatch import avoid_while_full
 from dynamo.protocols.codec import Tokens
@@ -67,9 +62,12 @@ class PrefillWorkers:
         if self.picker is None or not self.picker.eligibility.busy.thresholds.any:
             return False
         pool, watch = self.picker.worker_pool, self.picker.eligibility.busy
+        # What waits in the queue is booked at no worker yet: each will get an equal part of it.
         share = queued_tokens // max(len(pool.candidates), 1)
         workers = pool.members if pin is None else (pin,)
-        return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)
+        return bool(workers) and all(
+            watch.would_prefill_too_much(worker_id, share) for worker_id in workers
+        )
 
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
         """The worker for the prompt if all had a free slot. Raises as :meth:`Picker.pick`."""
@@ -84,16 +82,17 @@ class PrefillWorkers:
             return None
         request = prefill.engine_request
         try:
-            found = self.locate(request.preprocessed.token_ids, request.routing)
+            best = self.locate(request.preprocessed.token_ids, request.routing)
         except DynamoError:
             return None
-        return None if found is None else found.worker_id
+        return None if best is None else best.worker_id
 
     def suits_any(self, prefill: PrefillRequest) -> bool:
         """Whether some worker may take the prompt later, although none can now."""
         request = prefill.engine_request
         try:
             self.locate(request.preprocessed.token_ids, request.routing)
+        # Busy workers will be free again; other errors hold as long as the prompt and the pool do.
         except Overloaded:
             return True
         except DynamoError:
@@ -110,6 +109,7 @@ class PrefillWorkers:
             raise NoInstances("no prefill worker is registered")
         preprocessed = request.preprocessed
         among: Callable[[], list[int]] | None = None
+        # A pinned prompt comes out of the queue when its own worker has a free slot.
         if allowed is not None and prefill.pin is None:
             among = partial(list, allowed)
         decision = picker.pick(

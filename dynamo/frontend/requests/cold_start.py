@@ -234,6 +234,7 @@ class ColdStartQueue:
                 f"Model `{self.model}` has no worker now, and {wait} for its first one already. "
                 "Please retry later."
             )
+        # A dict, not a deque: it is ordered, too, and any entry leaves in O(1).
         self._waiting[request] = time.monotonic()
         self.held_bytes += request.size_bytes
         self._changed(1)
@@ -246,6 +247,7 @@ class ColdStartQueue:
 
     def release(self) -> None:
         """Continue the requests that wait now, in their order: 2 ms of work in a loop turn."""
+        # A number, not the entries: some may leave before their turn, and later ones move up.
         self._releasing = len(self._waiting)
         if self._releasing and self._turn is None:
             log.info(
@@ -276,6 +278,7 @@ class ColdStartQueue:
                 request.fail(self._timeout(waited_s, reason))
             elif request.show_progress():
                 continue
+            # By the clock of each request, however often this is called.
             elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
                 request.comment(b": loading, %d s\n\n" % waited_s)
 

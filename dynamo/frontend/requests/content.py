@@ -61,6 +61,7 @@ class ContentCopy:
         held.count += len(body)
 
     def __del__(self) -> None:
+        # Copies are dropped in many places: with their request, unread, or with the connection.
         self._held.count -= len(self.body) + self.size_bytes
 
     def add(self, data: bytes) -> None:
@@ -142,6 +143,7 @@ class ContentRecording:
                 line = await self._next_line(thread)
                 if self._sent_bytes + len(line) > self._limit_bytes:
                     return f"{self._limit_bytes >> 20} MiB are recorded"
+                # A reader that is too slow loses records: nothing waits for it or piles up.
                 if self._exchange.above_high_water:
                     self.lost += 1
                     continue
@@ -162,6 +164,7 @@ class ContentRecording:
         """Clean one record in ``thread``."""
         copy, content = self._waiting.popleft()
         self._waiting_bytes -= len(copy.body) + copy.size_bytes
+        # In a thread: each text is searched for secrets.
         loop = asyncio.get_running_loop()
         encoded = await loop.run_in_executor(thread, _cleaned_record, copy, content)
         self._keep(content.request_id, encoded)
@@ -170,6 +173,7 @@ class ContentRecording:
     def _keep(self, request_id: str, encoded: bytes) -> None:
         self._shown_bytes += len(encoded) - len(self._shown.pop(request_id, b""))
         self._shown[request_id] = encoded
+        # A dict keeps the order in which its keys came: the first one is the oldest.
         while self._shown_bytes > _SHOWN_BYTES:
             self._shown_bytes -= len(self._shown.pop(next(iter(self._shown))))
 

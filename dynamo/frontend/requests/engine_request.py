@@ -265,6 +265,7 @@ class EngineRequest:
             self.retries.bare_text()
         if request.streaming:
             request.output_ready(len(payload))
+        # Last: what the sink takes from now on comes behind this output.
         if not text_complete:
             self._pass_tokens()
         elif output.finish_reason is None:

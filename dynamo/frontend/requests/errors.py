@@ -106,6 +106,7 @@ def labels(error: DynamoError, by_worker: bool = False) -> Labels:
     """Return the labels of ``error``; ``by_worker``: a worker responded with it."""
     if by_worker and isinstance(error, Overloaded):
         return _AT_WORKER
+    # The status of another server says whose fault it was: below 500 the client's.
     if isinstance(error, HttpFailure):
         fallback = _BAD_REQUEST if error.status < 500 else _LABELS[-1][1]
         return _BY_STATUS.get(error.status, fallback)

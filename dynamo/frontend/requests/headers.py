@@ -232,6 +232,7 @@ def _text(name: str, text: str) -> str:
 
 
 def _integer(name: str, text: str) -> int:
+    # int() takes more: spaces, signs, underscores, digits of other scripts, any length.
     if text.isascii() and text.isdecimal() and len(text) <= _INTEGER_DIGITS:
         value = int(text)
         if value < 2**64:

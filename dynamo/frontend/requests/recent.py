@@ -124,10 +124,12 @@ class RequestFigures(msgspec.Struct):
         spent: dict[str, float] = {}
         for name, begun_s, ended_s in self.stages():
             spent[name] = round(spent.get(name, 0.0) + ended_s - begun_s, _DIGITS)
+        # Waits for a worker within a stage are shown apart, so the sum stays the duration.
         for name, lost_s in (("prefill", self.lost_prefill_s), ("decode", self.lost_decode_s)):
             if lost_s:
                 spent[name] = round(max(spent.get(name, 0.0) - lost_s, 0.0), _DIGITS)
                 spent[WORKER_WAIT] = round(spent.get(WORKER_WAIT, 0.0) + lost_s, _DIGITS)
+        # The prefill worker computed the prompt: its cache is the one that counted.
         cached = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info.request_id,
@@ -160,6 +162,7 @@ class RequestFigures(msgspec.Struct):
 
         The stage in which it failed lasts until its end.
         """
+        # With a prefill worker the queue ended there, and the way to the decode worker is prefill.
         sent_s = self.sent_s if self.prefilled is None else self.prefilled.sent_s
         begun_s = self.received_s
         for name, moment_s in (
@@ -245,6 +248,7 @@ class RecentRequests:
         shortened = shorten(name, CLIENT_ID_CHARACTERS)
         matches = [figures for figures in self.ended() if name in figures.info[1:]]
         if not matches:
+            # People paste what a client printed: chatcmpl-ID, resp_ID, or a part of the UUID.
             part = _SECRET.sub("", _PREFIXES.sub("", name, count=1).lower())
             matches = [
                 figures

@@ -286,6 +286,7 @@ class RequestRegistry:
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""
+        # A copy: each that fails removes itself.
         for request in list(self._active):
             request.fail(error)
 

@@ -201,6 +201,7 @@ class ActiveRequest:
         With ``prefill`` through a prefill worker, where that applies. Raises as
         :meth:`Dispatch.send`.
         """
+        # Before the first is sent: if that fails, close() releases all of them.
         self.engine_requests = engine_requests
         for engine_request in engine_requests[:at_once]:
             dispatch.send(engine_request, prefill)

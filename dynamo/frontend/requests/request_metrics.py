@@ -73,6 +73,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
         """It has waited since ``since_s``; several of its choices may have at once."""
         if not self.engine_requests:
             return
+        # Choices wait side by side: each second counts once.
         lost_s = max(now_s - max(since_s, self.lost_until_s), 0.0)
         self.lost_until_s = now_s
         if self.first_token_s:
