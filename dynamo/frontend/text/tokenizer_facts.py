@@ -168,9 +168,10 @@ def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
     if kind == "Replace":
         pattern, content = normalizer.get("pattern"), normalizer.get("content")
         text = pattern.get("String") if isinstance(pattern, dict) else None
-        # A pattern matches any length, and a longer text may become nothing: no bound.
-        grows = isinstance(text, str) and isinstance(content, str) and len(text) <= len(content)
-        return 1 if grows else 0
+        if not isinstance(text, str) or not isinstance(content, str):
+            return 0  # a pattern matches any length
+        # No bound where it shrinks: a text may become nothing, an ASCII one too.
+        return 1 if len(text.encode()) <= len(content.encode()) else 0
     return _SHRINKING.get(str(kind), 0)
 
 

@@ -268,6 +268,8 @@ def test_the_least_tokens_of_each_family(tmp_path: Path) -> None:
     assert with_normalizer(tmp_path / "nfc", {"type": "NFC"}).least_tokens("é" * 31) == 2
     assert with_normalizer(tmp_path / "nfc", {"type": "NFC"}).least_tokens("a" * 31) == 3
     assert with_normalizer(tmp_path / "strip", strip).least_tokens(" " * 1000) == 0
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}  # three bytes to one
+    assert with_normalizer(tmp_path / "space", space).least_tokens("▁" * 1000) == 0
     write_metaspace(tmp_path / "unigram")
     assert load_tokenizer(tmp_path / "unigram").least_tokens("a" * 1000) == 0
     write_llama_like(tmp_path / "llama")
