@@ -270,7 +270,7 @@ class Frontend:
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._delay.start()
-        self._status.start()
+        self._status.windows.start()
         log.info("router: %s", summarize(self._router))
         for line in ineffective_settings(self._router):
             log.warning("%s", line)
@@ -403,7 +403,7 @@ class Frontend:
         """Close connections, models and timers; the runtime belongs to the caller."""
         self._requests.close()
         self._delay.stop()
-        self._status.stop()
+        self._status.windows.stop()
         if self._ui is not None:
             self._ui.close()
         self._routing.close()

@@ -147,8 +147,8 @@ FRONTEND = (
     Mutant(
         "hidden-model-shown-by-its-alias",
         "dynamo.frontend.models.registry",
-        'if hides != "all" and (hides != "aliases" or row[0] == model):',
-        "if row[0] == model or not hides:",
+        'if hides != "all" and (hides != "aliases" or row.name == model):',
+        "if row.name == model or not hides:",
         ("unit/frontend/test_cold_start.py::test_what_the_graph_says_about_a_model",),
     ),
     Mutant(

@@ -69,6 +69,7 @@ def embedding_inputs(preprocessor: Preprocessor, request: EmbeddingBody) -> list
                 f"This model's maximum context length is {limit} tokens. However, 'input' "
                 f"{number} has {len(ids)} tokens. Please shorten it."
             )
+        # Checked with each: the inputs behind the limit are not tokenized.
         total += len(ids)
         if total > MAX_BATCH_TOKENS:
             raise InvalidArgument(

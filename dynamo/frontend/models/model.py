@@ -36,11 +36,7 @@ TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)
 """Values of ``model_input`` that this frontend serves."""
 
-_TYPE_PATHS = {
-    "Chat": CHAT_PATH,
-    "Completions": COMPLETIONS_PATH,
-    "Embedding": EMBEDDINGS_PATH,
-}
+_TYPE_PATHS = {"Chat": CHAT_PATH, "Completions": COMPLETIONS_PATH, "Embedding": EMBEDDINGS_PATH}
 _PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+|/(de)?tokenize")
 _MAX_PATHS = 128
 log = logging.getLogger(__name__)
@@ -170,10 +166,6 @@ class LoadedModel:
             return self.preprocessor.context_length
         return self.card.context_length or self.card.runtime_config.context_length
 
-    async def close(self) -> None:
-        """Disconnect from the workers."""
-        await self.router.close()
-
 
 @dataclass(frozen=True, eq=False)
 class TokenModel(LoadedModel):
@@ -295,7 +287,7 @@ class ModelEntry:
             self.loading = False
         # Removed while it loaded: close() saw nothing to disconnect.
         if self._closed:
-            await loaded.close()
+            await loaded.router.close()
             return loaded
         self.loaded = loaded
         self._open_prefill(runtime, settings, loaded.dispatch)
@@ -316,7 +308,7 @@ class ModelEntry:
         loaded, self.loaded = self.loaded, None
         await self.prefill.close()
         if loaded is not None:
-            await loaded.close()
+            await loaded.router.close()
 
     @property
     def queued(self) -> int:

@@ -13,14 +13,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, ModelNotFound, Unavailable, as_argument
-from dynamo.frontend.requests.cold_start import (
-    ColdStartQueue,
-    HeldDispatch,
-    HeldExchange,
-)
+from dynamo.frontend.requests.cold_start import ColdStartQueue, HeldDispatch, HeldExchange
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
@@ -48,6 +45,14 @@ _NO_ARGS = ModelArgs()
 _ALMOST = 99
 """The per cent of a load that takes longer than the last one."""
 log = logging.getLogger(__name__)
+
+
+class ListedModel(NamedTuple):
+    """A name in the lists of models; ``created_s`` is Unix time, ``context_length`` in tokens."""
+
+    name: str
+    created_s: int
+    context_length: int | None
 
 
 class OnDemandModels:
@@ -164,10 +169,10 @@ class OnDemandModels:
         """Whether the server of some model has paths that are unknown until a worker serves."""
         return any(record.model_input == HTTP_INPUT for record in self._records.values())
 
-    def listed(self) -> list[tuple[str, int, int | None]]:
-        """(name, created in seconds, context length in tokens) of every model and alias."""
+    def listed(self) -> list[ListedModel]:
+        """Every model and alias."""
         return [
-            (name, self._created_s[record.model], record.context_length)
+            ListedModel(name, self._created_s[record.model], record.context_length)
             for name, record in self._names.items()
         ]
 
@@ -396,7 +401,7 @@ class _Activity:
         one is, or ``waiting`` ones are."""
         now_s = time.monotonic()
         ended = sum(sum(metrics.duration.counts) for metrics in models)
-        # The last: a request may have come and ended since the last tick.
+        # Not only while one is active: it may have come and ended since the last tick.
         if waiting or any(metrics.active.value for metrics in models) or ended != self._ended:
             self._ended, self._last_s = ended, now_s
         return now_s - self._last_s

@@ -29,7 +29,7 @@ from dynamo.frontend.models.model import (
     missing_route,
     router_settings,
 )
-from dynamo.frontend.models.on_demand import OnDemandModels
+from dynamo.frontend.models.on_demand import ListedModel, OnDemandModels
 from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
@@ -186,28 +186,26 @@ class Models:
         """Every model that is loaded, served now or not."""
         return [entry.loaded for entry in self._entries.values() if entry.loaded is not None]
 
-    def listed(self) -> list[tuple[str, int, int | None]]:
-        """(name, created in seconds, context length in tokens) of every model served now, or
-        started on demand."""
-        loaded = {
-            name: (name, entry.created_s, entry.card.context_length)
+    def listed(self) -> list[ListedModel]:
+        """Every model and alias that is served now, or started on demand."""
+        served = [
+            ListedModel(name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
             if entry.served or self._is_started(entry.name)
-        }
-        others = [row for row in self.on_demand.listed() if row[0] not in self._names]
-        return [*loaded.values(), *others]
+        ]
+        return served + [row for row in self.on_demand.listed() if row.name not in self._names]
 
-    def public(self) -> list[tuple[str, int, int | None]]:
+    def public(self) -> list[ListedModel]:
         """As :meth:`listed`, without the models and aliases that the graph hides."""
         hidden = {model: args.hidden for model, args in self._graph.args.items() if args.hidden}
         if not hidden:
             return self.listed()
         rows = []
         for row in self.listed():
-            entry, record = self._names.get(row[0]), self.on_demand.record(row[0])
-            model = entry.name if entry is not None else record.model if record else row[0]
+            entry, record = self._names.get(row.name), self.on_demand.record(row.name)
+            model = entry.name if entry is not None else record.model if record else row.name
             hides = hidden.get(model, "")
-            if hides != "all" and (hides != "aliases" or row[0] == model):
+            if hides != "all" and (hides != "aliases" or row.name == model):
                 rows.append(row)
         return rows
 
@@ -310,6 +308,7 @@ class Models:
         if not card.namespace.startswith(self._prefix):
             return
         if card.worker_type == "Prefill" or "Prefill" in card.model_type:
+            # The card of this key may have been that of a decode worker.
             self._remove(event.key)
             self._prefill.add(event.key, card)
             return

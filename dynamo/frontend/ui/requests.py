@@ -81,8 +81,7 @@ class RequestFeed:
             return self._recent.find(request_id).explained()
         except ModelNotFound:
             record = self._running(request_id)
-            if record is None:
-                record = await in_file_thread(self._peers.find, request_id)
+            record = record or await in_file_thread(self._peers.find, request_id)
             if record is None:
                 raise
             return record

@@ -85,12 +85,7 @@ class UiRoutes:
     """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
 
     def __init__(
-        self,
-        source: BoxSource,
-        own: OwnFacts,
-        tasks: Tasks,
-        guard: OperatorGuard,
-        has_keys: bool,
+        self, source: BoxSource, own: OwnFacts, tasks: Tasks, guard: OperatorGuard, has_keys: bool
     ) -> None:
         self._content = own.content
         self._requests = RequestFeed(own.recent, own.running, source.peers)
@@ -122,7 +117,7 @@ class UiRoutes:
         """End every stream: the frontend drains."""
         message = "the frontend is stopping; the page connects again when one runs"
         self.sampler.pages.end(message)
-        self._logs.end(message)
+        self._logs.streams.end(message)
         self.sampler.save()
 
     def close(self) -> None:

@@ -94,6 +94,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
 def _respond(body: bytes, content_type: str, etag: str, exchange: Exchange) -> None:
     headers = [*HEADERS, ("cache-control", "no-cache"), ("etag", etag)]
     etags = exchange.headers.get("if-none-match", "")
+    # A proxy that compresses marks the tag as weak.
     if etag in {tag.strip().removeprefix("W/") for tag in etags.split(",")}:
         exchange.respond_unchanged(body, content_type, headers)
     else:
@@ -136,10 +137,6 @@ class LogStreams:
         reader = LogReader(self._directory, self._namespace, name)
         self._readers[exchange] = (f"{name}.log", reader)
         self.streams.send_one(exchange, _event("first", reader.last(_LINES)))
-
-    def end(self, message: str) -> None:
-        """End all streams and refuse others."""
-        self.streams.end(message)
 
     def _watch(self) -> None:
         if self._inotify is None:

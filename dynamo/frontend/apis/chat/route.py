@@ -132,7 +132,7 @@ class OpenAIRoutes:
             registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return
         self._adapt(parsed, loaded)
-        # A request that waits keeps its tokens alone in memory.
+        # While the request waits, its tokens are in memory, but not its body.
         registry.release_body(exchange)
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))

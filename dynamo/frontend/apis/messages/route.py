@@ -17,6 +17,7 @@ from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, error_object
 from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, parse_count, parse_messages
 from dynamo.frontend.apis.tokenize import PromptCountRoutes
+from dynamo.frontend.models.on_demand import ListedModel
 from dynamo.frontend.prompt.messages import ToolImage
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
@@ -28,33 +29,32 @@ from dynamo.http.routes import Route, Routes
 
 _PATH = "/v1/messages"
 _COUNT_PATH = f"{_PATH}/count_tokens"
-Listed = tuple[str, int, int | None]
-"""Name, time of creation in seconds since the epoch, context length in tokens."""
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 1000
 
 
-def model_info(name: str, created: int, context_length: int | None) -> dict[str, Any]:
+def model_info(model: ListedModel) -> dict[str, Any]:
     """One model."""
+    created_at = datetime.fromtimestamp(model.created_s, UTC).isoformat()
     return {
         "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": created_at.replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": context_length,
-        "max_tokens": context_length,
+        "max_input_tokens": model.context_length,
+        "max_tokens": model.context_length,
     }
 
 
-def model_page(listed: Sequence[Listed], query: str) -> dict[str, Any]:
+def model_page(listed: Sequence[ListedModel], query: str) -> dict[str, Any]:
     """A page of ``listed``. ``query`` may have limit, after_id and before_id.
 
     Raises InvalidArgument.
     """
     fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
     limit = _limit(fields.get("limit"))
-    names = [model[0] for model in listed]
+    names = [model.name for model in listed]
     begin, end = 0, len(names)
     if "after_id" in fields:
         begin = _index(names, "after_id", fields["after_id"]) + 1
@@ -66,10 +66,10 @@ def model_page(listed: Sequence[Listed], query: str) -> dict[str, Any]:
     else:
         page, more = listed[begin : min(begin + limit, end)], begin + limit < end
     return {
-        "data": [model_info(*model) for model in page],
+        "data": list(map(model_info, page)),
         "has_more": more,
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
     }
 
 

@@ -18,6 +18,7 @@ from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.apis.messages.answer import error_message
 from dynamo.frontend.apis.messages.route import model_info, model_page
 from dynamo.frontend.apis.responses.prompt import ResponsesRequest
+from dynamo.frontend.models.on_demand import ListedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -161,11 +162,7 @@ class InfoRoutes:
     """Responds from memory, at once except for a page of metrics."""
 
     def __init__(
-        self,
-        models: Models,
-        requests: RequestRegistry,
-        registry: Registry,
-        tasks: Tasks,
+        self, models: Models, requests: RequestRegistry, registry: Registry, tasks: Tasks
     ) -> None:
         self._tasks = tasks
         self._models = models
@@ -201,7 +198,7 @@ class InfoRoutes:
             body = {"status": "healthy", "endpoints": sorted(paths)}
         body["instances"] = rows
         # For `dynamo serve`, which has no API key and so may not read /v1/models.
-        body["models"] = [name for name, *_ in self._models.listed()]
+        body["models"] = [model.name for model in self._models.listed()]
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
 
     async def _metrics(self, exchange: Exchange) -> None:
@@ -236,7 +233,7 @@ class InfoRoutes:
         if _VERSION in exchange.headers:
             self._list_as_anthropic(exchange)
             return
-        rows = [_row(*model, self._models.max_images(model[0])) for model in self._models.public()]
+        rows = [_row(model, self._models.max_images(model.name)) for model in self._models.public()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
 
     def _list_as_anthropic(self, exchange: Exchange) -> None:
@@ -251,10 +248,10 @@ class InfoRoutes:
         name = exchange.path[len(_MODELS) :]
         anthropic = _VERSION in exchange.headers
         # Before /ready: the name of a model may end with it.
-        for row in self._models.listed():
-            if row[0] == name:
-                body = model_info(*row) if anthropic else _row(*row, self._models.max_images(name))
-                exchange.respond(200, orjson.dumps(body))
+        for model in self._models.listed():
+            if model.name == name:
+                row = model_info(model) if anthropic else _row(model, self._models.max_images(name))
+                exchange.respond(200, orjson.dumps(row))
                 return
         if name.endswith(_READY):
             self._ready(exchange, name.removesuffix(_READY))
@@ -292,10 +289,11 @@ def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, An
     return row
 
 
-def _row(name: str, created: int, context_length: int | None, max_images: int) -> dict[str, Any]:
-    row = {"id": name, "object": "model", "created": created, "owned_by": "dynamo"}
-    if context_length is not None:
-        row["context_window"] = context_length
+def _row(model: ListedModel, max_images: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": model.name, "object": "model", "created": model.created_s}
+    row["owned_by"] = "dynamo"
+    if model.context_length is not None:
+        row["context_window"] = model.context_length
     if max_images:
         row["max_images"] = max_images
     return row

@@ -73,6 +73,7 @@ class ExplainRoutes:
         except DynamoError as error:
             named = await self._threads.run(named_model, body)
             model = "unknown" if named is None else named.model
+            # This route starts no worker: the text says what does.
             if isinstance(error, NoInstances | ModelNotFound):
                 error = self._models.on_demand.not_loaded(model) or error
             error = explained(error, model)
@@ -135,6 +136,7 @@ class ExplainRoutes:
         most, rules = loaded.context_length, self._models.rules.get(loaded.name)
         if rules is not None:
             body = await threads.run(rewritten, path, body, loaded.name, rules)
+            # Again: the rules may have set what the router reads.
             fields = await threads.run(peek, body)
         ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, fields, most)
         routing, override = fields.constraints(loaded.card.lora_name, self._ignores_nvext)

@@ -100,7 +100,7 @@ class TrafficWindows:
         now_s, tokens = self._clock(), self._open_tokens()
         for metrics in self._models():
             window = self._window(metrics, now_s)
-            window.add(window.read(now_s, tokens.get(metrics.name, 0)))
+            window.counts.append(window.read(now_s, tokens.get(metrics.name, 0)))
 
     def traffic(self) -> tuple[dict[str, ModelTraffic], list[float]]:
         """Return the figures of every model now, and the times to the first token of all of them,
@@ -138,7 +138,7 @@ class TrafficWindows:
 class _Window:
     def __init__(self, metrics: ModelMetrics, since_s: float) -> None:
         self.metrics = metrics
-        self._counts = deque([_Counts(since_s, 0.0, 0)], maxlen=_RATE_SAMPLES)
+        self.counts = deque([_Counts(since_s, 0.0, 0)], maxlen=_RATE_SAMPLES)
         self._active_s: float | None = None
         self._ended = 0
 
@@ -146,18 +146,14 @@ class _Window:
         """Return the counters; note when the model was last in use."""
         metrics = self.metrics
         ended = sum(metrics.duration.counts)
-        # The second: a request may have come and ended since the last reading.
+        # Not only while one is active: it may have come and ended since the last reading.
         if metrics.active.value or ended != self._ended:
             self._ended, self._active_s = ended, now_s
         return _Counts(now_s, metrics.output_tokens.value + open_tokens, ended)
 
-    def add(self, counts: _Counts) -> None:
-        """Keep the counters of one second."""
-        self._counts.append(counts)
-
     def traffic(self, now: _Counts, ttfts_s: list[float], hit_rate: float | None) -> ModelTraffic:
         """Return the figures between the oldest counters and ``now``, and those given."""
-        since = self._counts[0]
+        since = self.counts[0]
         rate_s = now.at_s - since.at_s
         tokens = max(0.0, now.output_tokens - since.output_tokens)
         return ModelTraffic(
@@ -238,14 +234,14 @@ def _parse(query: str) -> tuple[int, str, float]:
 
 
 class StatusRoutes:
-    """Responds at once, from memory. Start it on the running loop."""
+    """Responds at once, from memory. Start its ``windows`` on the running loop."""
 
     def __init__(self, models: Models, requests: RequestRegistry) -> None:
         self._models = models
         self._requests = requests
         self._started_s = time.monotonic()
         self._recent = requests.metrics.recent
-        self._windows = TrafficWindows(
+        self.windows = TrafficWindows(
             lambda: [entry.metrics for entry in models.entries()],
             requests.open_tokens,
             self._recent,
@@ -255,24 +251,16 @@ class StatusRoutes:
         """Add the route to the table."""
         routes.get("/v1/status", self._status)
 
-    def start(self) -> None:
-        """Begin to read the counters."""
-        self._windows.start()
-
-    def stop(self) -> None:
-        """Stop reading."""
-        self._windows.stop()
-
     def _status(self, exchange: Exchange) -> None:
         exchange.respond(200, msgspec.json.encode(self.status()))
 
     def status(self) -> FrontendStatus:
         """Return the figures now."""
-        traffic, ttfts_s = self._windows.traffic()
+        traffic, ttfts_s = self.windows.traffic()
         running = self._requests.in_flight_by_model()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
-        cold = {name for name, *_ in self._models.on_demand.listed()} - entries.keys()
+        cold = {model.name for model in self._models.on_demand.listed()} - entries.keys()
         return FrontendStatus(
             draining=self._requests.draining,
             uptime_s=time.monotonic() - self._started_s,

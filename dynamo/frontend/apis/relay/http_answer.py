@@ -40,7 +40,7 @@ _OWN_HEADERS = frozenset(
 _EVENT = b"\ndata:"
 _KEPT_PARTS = 4
 _USAGE = '"usage"'
-# More is no count; sums of counts stay exact in the floats of the metrics.
+# More is an error of the server: it would spoil the sums of the metrics.
 _LIMIT = 2**48
 _BESIDE_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
 _DECODE = JSONDecoder().raw_decode

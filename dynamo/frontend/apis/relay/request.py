@@ -100,12 +100,13 @@ class HttpResponseWriter(ResponseWriter):
             request.exchange.abort()
 
     def _headers(self, request: ActiveRequest) -> tuple[str, list[tuple[str, str]]]:
-        """The content type, if heads with it are worth keeping, and the other headers."""
+        """The content type, "" if it is one of the headers, and the headers."""
         answer = self._answer
         content_type, headers = answer.content_type, [*answer.headers, *request.headers]
+        # Our server keeps a head for each content type: of the common ones alone, not of any.
         if content_type in _PLAIN_TYPES or not content_type:
             return content_type, headers
-        # Else nginx collects the events, as for our own streams.
+        # Nginx holds events back without it; our own streams have it, too.
         if content_type.lower().startswith(EVENTS):
             headers.insert(0, ("x-accel-buffering", "no"))
         return "", [("content-type", content_type), *headers]

@@ -74,10 +74,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def http_message(
-    target: tuple[str, str],
-    head: tuple[str, Mapping[str, str]],
-    body: bytes,
-    request_id: str,
+    target: tuple[str, str], head: tuple[str, Mapping[str, str]], body: bytes, request_id: str
 ) -> bytes:
     """The ``HttpRequest`` for the server: the client's body unchanged, and its headers but those of
     its connection. ``target`` is the path and the query, ``head`` method and headers. O(bytes)."""
@@ -244,6 +241,7 @@ class RelayRoutes:
 
     def _serve_route(self, candidates: Sequence[RouteModel], exchange: Exchange) -> None:
         """Relay a request whose body does not name its model."""
+        # That of any, for an error before one is chosen.
         label = route_label(candidates[0].match)
         try:
             entry, match = choose_model(candidates, exchange)

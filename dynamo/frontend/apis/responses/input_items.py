@@ -133,6 +133,7 @@ def chat_choice(
             "Validation: tool_choice: allowed_tools needs a `mode`, auto or required, and `tools`, "
             f"got {shorten(repr(choice))}"
         )
+    # Allowed tools of other types were not offered either: see _LEFT_OUT.
     names = {
         flat_name(tool.get("namespace"), _name(f"tool_choice.tools[{number}]", tool))
         for number, tool in enumerate(allowed)
@@ -156,6 +157,7 @@ def _custom(where: str, tool: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgument(
             f"Validation: {where}.description: expected `str`, got {description!r:.64}"
         )
+    # Nothing holds the model to the grammar; it follows what it reads.
     if isinstance(form, dict) and form.get("type") == "grammar":
         description += (
             f"\n\nThe {INPUT} follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
@@ -354,6 +356,7 @@ def _image(where: str, part: dict[str, Any]) -> dict[str, Any]:
 def _texts(where: str, parts: Any, kind: str) -> list[str]:
     if parts is None:
         return []
+    # What is no list is refused below, as an entry of another type is.
     entries: Iterable[Any] = parts if isinstance(parts, list) else [None]
     texts = []
     for number, part in enumerate(entries):
