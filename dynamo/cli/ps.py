@@ -26,7 +26,6 @@ _COLUMNS = (
     *("MODEL", "STATE", "READY", "GPUS", "VRAM", "TOK/S"),
     *("IN FLIGHT", "QUEUED", "HIT RATE", "UNLOADS IN"),
 )
-_ANSWER_S = 1.0
 
 Status = Mapping[str, Any]
 """A BoxStatus, or a part of it, as decoded from JSON: empty fields are absent."""
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     runtime = chosen_runtime(settings.namespace)
     try:
-        answer = ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key, _ANSWER_S)
+        answer = ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
     except OSError:
         answer = b""
     if not answer:  # collect the state here; imported here, because it takes 0.1 s

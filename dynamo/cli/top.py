@@ -56,7 +56,10 @@ _READ_BYTES = 1024
 
 
 class Wakeup:
-    """Ends a wait of :meth:`Screen.keys` from another thread or a signal handler."""
+    """Ends a wait of :meth:`Screen.keys` from another thread or a signal handler.
+
+    It is never closed: a thread may wake it until the process exits.
+    """
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
@@ -73,11 +76,6 @@ class Wakeup:
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self.read_fd, _READ_BYTES)) == _READ_BYTES:
                 pass
-
-    def close(self) -> None:
-        """Close both ends."""
-        os.close(self.read_fd)
-        os.close(self._write_fd)
 
 
 class Screen:
@@ -217,7 +215,6 @@ class Top:
         self._asked: Callable[[], None] | None = None
         #: Of threads: append and popleft of a deque need no lock.
         self._answers: deque[ActionOutcome] = deque(maxlen=_ANSWERS)
-        self._quits = False
         self._message_until_s = 0.0
         self._reader: LogReader | None = None
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
@@ -258,7 +255,7 @@ class Top:
             self._say("")
             if key in ("y", "Y"):
                 asked()
-            return not self._quits
+            return not self._ended.is_set()
         if key == "q" or (key == "escape" and self._view.log_of):
             return self._on_quit()
         keys: dict[str, Callable[[], None]] = {
@@ -280,12 +277,9 @@ class Top:
             return True
         if not self._control.running:
             return False
-        self._asked = self._quit
+        self._asked = self._ended.set
         self._say(f"{self._control.running} actions still run; leave them? y/n", WARN)
         return True
-
-    def _quit(self) -> None:
-        self._quits = True
 
     def _select(self, step: int) -> None:
         """Move the selection; without a selected worker select the first."""

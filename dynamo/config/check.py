@@ -55,6 +55,7 @@ def check_options(
         if unused:
             _sort_rest(key, unused, vars(namespace), problems, unknown)
         for name, value in vars(namespace).items():
+            # Keys of a graph may be spellings of one option: model, model-path.
             if name in keys:
                 text = f"sets the same option as {keys[name]}; remove one of them"
                 problems.append(OptionProblem(key, text))

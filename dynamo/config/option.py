@@ -165,6 +165,7 @@ def _build_all(
     variables = os.environ if env is None else env
     absent = [row for group in groups for row in absent_of(group)]
     try:
+        # One error at a time, as argparse does; check_options() collects those of a graph.
         for error in check_variables(absent, variables):
             raise error
         built = tuple(_build(group, vars(arguments), variables) for group in groups)

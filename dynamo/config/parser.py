@@ -83,6 +83,7 @@ class Parser(argparse.ArgumentParser):
             usage="%(prog)s [options]",
             description=description,
             add_help=add_help,
+            # Else a flag of the engine that begins like one of ours would be taken for it.
             allow_abbrev=False,
             # argparse makes one at each add_argument; without a width it imports shutil: 3 ms.
             formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=_WIDEST),

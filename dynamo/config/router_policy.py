@@ -101,6 +101,7 @@ class PolicyProfile(_Strict, frozen=True, kw_only=True):
 
     def problem(self) -> str:
         """Return what contradicts; "" if nothing does."""
+        # From 0 on and rising: each prompt has exactly one bucket.
         floors = [bucket.min_tokens for bucket in self.uncached_isl_buckets]
         if not floors or floors[0] != 0 or any(low >= high for low, high in pairwise(floors)):
             return "uncached_isl_buckets must begin with min_tokens 0 and rise"

@@ -44,6 +44,8 @@ class RequestPlaneSettings:
     connect_timeout_s: float = variable(
         3.0, "DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
     )
+    # Shorter than request_timeout_s: bytes that the kernel of a peer leaves unacknowledged mean a
+    # cut link, whatever its process is doing.
     tcp_user_timeout_s: float = variable(
         6.0,
         "DYN_TCP_USER_TIMEOUT",

@@ -56,6 +56,7 @@ def _dashed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 TOOL_CALL_ALIASES = {
+    # Other spellings, and families that write their calls in the format of another one.
     "gemma-4": "gemma4",
     "glm47": "glm45",
     "kimi_k25": "kimi_k2",

@@ -135,7 +135,7 @@ def _answers(endpoint: str, timeout_s: float) -> bool:
             return True  # not an address: as above
 
 
-def ask(path: str, api_key: str | None, timeout_s: float) -> bytes:
+def ask(path: str, api_key: str | None, timeout_s: float = 1.0) -> bytes:
     """Return the answer of the arbiter that listens on ``path``, "" if it has none. OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

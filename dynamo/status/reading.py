@@ -46,7 +46,6 @@ _TIMEOUT_S = 1.0
 _PING_S = 1.0
 _LIMIT_BYTES = 16 << 20
 _decode = msgspec.json.Decoder(FrontendStatus).decode
-_ANSWER_S = 1.0
 _decode_box = msgspec.json.Decoder(BoxStatus).decode
 
 
@@ -76,7 +75,7 @@ class BoxCollector:
             return self._reader.read(self._api_key, own)
         try:
             path = planned_socket_path(self._runtime, STATUS_SOCKET)
-            return _decode_box(ask(path, self._api_key, _ANSWER_S))
+            return _decode_box(ask(path, self._api_key))
         except (ConfigError, OSError, msgspec.MsgspecError):
             return self._reader.read(self._api_key)
 
