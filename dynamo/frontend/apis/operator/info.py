@@ -290,8 +290,8 @@ def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, An
 
 
 def _row(model: ListedModel, max_images: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": model.name, "object": "model", "created": model.created_s}
-    row["owned_by"] = "dynamo"
+    row: dict[str, Any] = {"id": model.name, "object": "model"}
+    row |= {"created": model.created_s, "owned_by": "dynamo"}
     if model.context_length is not None:
         row["context_window"] = model.context_length
     if max_images:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import msgspec
 
@@ -38,11 +39,8 @@ class PlannerRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        routes.get(_PATH, in_task(self._tasks.spawn, self._show))
+        routes.get(_PATH, in_task(self._tasks.spawn, partial(self._answer, change=PlannerChange())))
         routes.post(_PATH, in_task(self._tasks.spawn, self._set))
-
-    async def _show(self, exchange: Exchange) -> None:
-        await self._answer(exchange, PlannerChange())
 
     async def _set(self, exchange: Exchange) -> None:
         try:

@@ -155,6 +155,7 @@ class _Window:
         """Return the figures between the oldest counters and ``now``, and those given."""
         since = self.counts[0]
         rate_s = now.at_s - since.at_s
+        # A request that ends counts its usage, which may be less than its stream was.
         tokens = max(0.0, now.output_tokens - since.output_tokens)
         return ModelTraffic(
             rate_s=rate_s,
@@ -336,6 +337,7 @@ def _workers(loaded: LoadedModel, in_flight: Mapping[int, int]) -> tuple[WorkerF
 
 def _kv_use(picker: Picker, member: Member) -> float | None:
     """Return the share of its KV blocks that a worker reports as used, else the reserved share."""
+    # There are reports only with busy thresholds; else the router's own count is all there is.
     reports = picker.eligibility.busy.reports(member.worker_id)
     used = [report.kv_used_blocks for report in reports if report.kv_used_blocks is not None]
     totals = [report.kv_total_blocks for report in reports if report.kv_total_blocks is not None]

@@ -78,7 +78,10 @@ class ResponseRoutes:
         counted = self._api._replace(
             endpoint="responses_input_tokens", complete=partial(self._complete, stores=False)
         )
-        routes.post(f"{_PATH}/input_tokens", counts.route(counted, _counted))
+        route = counts.route(
+            counted, lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens}
+        )
+        routes.post(f"{_PATH}/input_tokens", route)
         routes.below(_BELOW, ("GET", "POST", "DELETE"), self._stored)
 
     # -- before generation
@@ -199,10 +202,6 @@ def show_stored_responses(metrics: FrontendMetrics, store: ResponseStore) -> Non
 def _owner(exchange: Exchange) -> str:
     """The name of the client's API key, "" where none are needed."""
     return "" if exchange.api_key is None else exchange.api_key.name
-
-
-def _counted(tokens: int) -> dict[str, Any]:
-    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 def _query(query: str) -> dict[str, str]:
