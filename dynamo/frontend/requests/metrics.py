@@ -233,10 +233,10 @@ _CARDS_REJECTED = counter(
     "Model cards that disagree with the model's other workers, or can't be read",
     "model reason",
 )
-_GONE_MODELS = 64
+GONE_MODELS = 64
 _MODELS_DROPPED = counter(
     "dynamo_frontend_models_dropped_total",
-    f"Models and adapters that are gone and whose counters were removed: {_GONE_MODELS} are kept",
+    f"Models and adapters that are gone and whose counters were removed: {GONE_MODELS} are kept",
 )
 
 
@@ -363,12 +363,12 @@ class FrontendMetrics:
     def forget(self, name: str) -> None:
         """Remove gauges and histograms of a model that is gone, and the counters of an older one.
 
-        The counters of the last ``_GONE_MODELS`` stay.
+        The counters of the last ``GONE_MODELS`` stay.
         """
         self.registry.forget("model", name, (Gauge, Histogram))
         self._models.pop(name, None)
         self._gone[name] = None
-        if len(self._gone) > _GONE_MODELS:
+        if len(self._gone) > GONE_MODELS:
             oldest = next(iter(self._gone))
             del self._gone[oldest]
             self.registry.forget("model", oldest, (Counter, Gauge, Histogram))

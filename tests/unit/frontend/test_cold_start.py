@@ -842,7 +842,7 @@ async def test_what_adapters_leave_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_ADAPTER_GONE_S", 0.05)
-    monkeypatch.setattr(metrics, "_GONE_MODELS", 2)
+    monkeypatch.setattr(metrics, "GONE_MODELS", 2)
     async with running(tmp_path, planner=False) as site:
         models = site.frontend.models
         worker = await site.worker()

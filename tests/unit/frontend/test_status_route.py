@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.apis.operator.status import ModelTraffic, TrafficWindows
-from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.metrics import GONE_MODELS, FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.observability.metrics import Registry
 
@@ -68,6 +68,15 @@ def test_a_model_that_returns_is_in_use() -> None:
     traffic.now_s += 60
     traffic.second()
     assert traffic.now.idle_s == 0.0
+
+
+def test_models_that_are_gone_are_not_kept_for_ever() -> None:
+    metrics = FrontendMetrics(Registry())
+    traffic = Traffic()
+    for number in range(3 * GONE_MODELS):
+        traffic.metrics = metrics.model(f"adapter{number}")
+        traffic.second()
+    assert len(traffic.windows.traffic()[0]) <= GONE_MODELS + 1
 
 
 def test_a_model_without_requests() -> None:

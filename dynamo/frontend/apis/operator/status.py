@@ -23,7 +23,7 @@ from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.models.model import LoadedModel, ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.errors import error_response
-from dynamo.frontend.requests.metrics import ModelMetrics
+from dynamo.frontend.requests.metrics import GONE_MODELS, ModelMetrics
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -98,9 +98,13 @@ class TrafficWindows:
     def sample(self) -> None:
         """Read the counters now."""
         now_s, tokens = self._clock(), self._open_tokens()
+        current: dict[str, _Window] = {}
         for metrics in self._models():
-            window = self._window(metrics, now_s)
+            window = current[metrics.name] = self._window(metrics, now_s)
             window.counts.append(window.read(now_s, tokens.get(metrics.name, 0)))
+        # A model that returns has its old counters, and so its old window; not for ever.
+        if len(self._windows) > len(current) + GONE_MODELS:
+            self._windows = current
 
     def traffic(self) -> tuple[dict[str, ModelTraffic], list[float]]:
         """Return the figures of every model now, and the times to the first token of all of them,
