@@ -251,17 +251,17 @@ async def _ollama(probe: ServerProbe, description: ServerDescription) -> ServerD
         details = await probe.json("/api/show", {"model": model.name})
         details = details if isinstance(details, dict) else {}
         info = details.get("model_info")
-        sizes = info.items() if isinstance(info, dict) else ()
-        length = next(
-            (_number(size) for key, size in sizes if key.endswith(".context_length")), None
+        fields = info.items() if isinstance(info, dict) else ()
+        context_length = next(
+            (_number(value) for key, value in fields if key.endswith(".context_length")), None
         )
-        abilities = details.get("capabilities")
+        capabilities = details.get("capabilities")
         routes = model.routes
-        if isinstance(abilities, list) and "completion" not in abilities:
+        if isinstance(capabilities, list) and "completion" not in capabilities:
             routes = tuple(route for route in routes if route == "/v1/embeddings") or routes
-        elif isinstance(abilities, list):
+        elif isinstance(capabilities, list):
             routes = tuple(route for route in routes if route != "/v1/embeddings") or routes
-        models.append(replace(model, context_length=length, routes=routes))
+        models.append(replace(model, context_length=context_length, routes=routes))
     return replace(description, models=tuple(models))
 
 

@@ -134,7 +134,7 @@ class RelayedRequest:
 
     def cancelled(self, kind: CancelKind) -> None:
         """Close the connection to the server: it stops computing."""
-        # Neither sent nor queued any more: it has ended.
+        # Neither sent nor queued any more: the request has ended.
         if not self._started and not self._service.admission.withdraw(self.start):
             return
         if self._request is not None:

@@ -120,7 +120,7 @@ class Runner:
                 PATHS[self._settings.endpoint_type],
                 body,
                 stream=self._settings.stream,
-                # What the connect has left of it.
+                # The connect has used a part of the timeout.
                 timeout_s=deadline_s - time.perf_counter(),
                 started_s=started_s,
             )

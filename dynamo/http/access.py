@@ -95,8 +95,8 @@ class OperatorGuard:
             key = exchange.api_key
             if key is not None and key.operator:
                 return ""
-            which = "without a key" if key is None else f"the key '{key.name}' has the role user"
-            return f"{exchange.path} is for operators; {which}: send an operator's key"
+            cause = "without a key" if key is None else f"the key '{key.name}' has the role user"
+            return f"{exchange.path} is for operators; {cause}: send an operator's key"
         headers = exchange.headers
         if not _is_loopback(exchange.peer):
             return f"{exchange.path} is for operators: {_REMEDY}"

@@ -115,11 +115,11 @@ class ApiKeys:
         Removed, because nothing behind this may log them or send them to another server.
         ``Authorization`` counts before ``X-Api-Key``. Raises KeyRefused.
         """
-        bearer, plain = (headers.pop(name, None) for name in _CREDENTIALS)
-        credentials = plain if bearer is None else bearer
+        authorization, x_api_key = (headers.pop(name, None) for name in _CREDENTIALS)
+        credentials = x_api_key if authorization is None else authorization
         if credentials is None:
             return None
-        has_scheme = bearer is not None
+        has_scheme = authorization is not None
         key = self._remembered.get((credentials, has_scheme))
         return self._find(credentials, has_scheme) if key is None else key
 
@@ -156,13 +156,13 @@ class ApiKeys:
                 f"--api-key-file {self._path} has no key; add one with 'dynamo key add NAME'"
             )
         # A reload keeps the counts: a counter must not fall.
-        counted = {key.name: key.requests for key in self.entries.values()}
+        request_counts = {key.name: key.requests for key in self.entries.values()}
         for key in entries.values():
-            key.requests = counted.get(key.name, 0)
-        before, self.entries = self.entries, entries
+            key.requests = request_counts.get(key.name, 0)
+        old_entries, self.entries = self.entries, entries
         self._remembered.clear()
-        if before and (text := _difference(before, entries)):
-            self._on_change(text)
+        if old_entries and (difference := _difference(old_entries, entries)):
+            self._on_change(difference)
 
 
 def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:

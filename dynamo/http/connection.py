@@ -367,8 +367,6 @@ class HttpConnection(asyncio.Protocol):
         self.flush()
         self._linger()
 
-    # -- private steps
-
     def _step(self) -> bool:
         """Read one head and the available part of its body. False when more bytes are needed."""
         server = self._server

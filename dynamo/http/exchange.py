@@ -236,7 +236,7 @@ class Exchange:
         extra = self.cors + encode_headers(headers) if headers else self.cors
         sent = b"" if self._bodiless else body
         self.done = True
-        # They refer to the request, which refers to this exchange: a cycle costs a collection.
+        # The callbacks refer to the request, and it to this exchange: a cycle costs a collection.
         self.on_disconnect = self.on_drain = self.on_expired = None
         transport.finish(self, b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, sent))
 

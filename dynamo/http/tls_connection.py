@@ -184,8 +184,6 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         be encrypted."""
         return default if name == "socket" else self._socket.get_extra_info(name, default)
 
-    # -- private steps
-
     def _handshake(self) -> bool:
         """Continue the handshake; return whether it is complete."""
         try:

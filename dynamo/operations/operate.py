@@ -92,8 +92,8 @@ class BoxActions:
         """Replace the processes of a watcher or a service, one after another; start failed ones."""
         async with self._open() as access:
             document = access.document()
-            chosen = named_processes(document, name, await access.statuses(), access.model)
-            targets = restartable(chosen, self._active)
+            processes = named_processes(document, name, await access.statuses(), access.model)
+            targets = restartable(processes, self._active)
             names = [target.name for target in targets]
             yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
             circus = CircusEndpoint(document.circus_endpoint)

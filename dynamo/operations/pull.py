@@ -50,11 +50,11 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     begin_s = 0.0 if verify else time.time()
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent
-    checked = check_blobs(snapshot, begin_s)
+    file_count = check_blobs(snapshot, begin_s)
     # Only now: until here their names say that the model is incomplete.
     empty_parts(repository, delete=True)
-    match = counted(checked, "file matches its checksum", "files match their checksums")
-    note = match if checked else "it was complete"
+    matches = counted(file_count, "file matches its checksum", "files match their checksums")
+    note = matches if file_count else "it was complete"
     return f"{source} is here, {note} ({path}); serve it: dynamo run {as_path(source)}"
 
 

@@ -27,7 +27,7 @@ from dynamo.serve.state.entries import (
 )
 from dynamo.serve.state.process_table import is_reserved, reclaim
 
-_ARBITER_WRITES_WITHIN_S = 0.5
+_ARBITER_DELAY_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +56,9 @@ async def reconcile(
     workers that drain. Raises ActionFailed, which leaves the rest as it is, and StatefileError.
     """
     statuses = await access.statuses()
-    # A process that has just started is in the statefile after this time, at the latest.
-    await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
+    # The arbiter writes an entry just after circus lists its watcher: read before the write, the
+    # document would lack it.
+    await asyncio.sleep(_ARBITER_DELAY_S)
     document = access.document()
     services = read_services(document)
     repairs: list[str] = []
@@ -74,7 +75,7 @@ async def reconcile(
                     repairs += await _without_watcher(access, service, entry, dry_run)
                 else:
                     repairs += await _with_watcher(access, entry, status, dry_run)
-        # Those that have a process drain by themselves.
+        # The arbiter removes the watcher of a draining process when that exits.
         removals = [w for w in removals if finish_removals or not w.entry.pids]
         repairs += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):

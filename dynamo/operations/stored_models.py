@@ -74,13 +74,13 @@ def _hub_models() -> Iterator[StoredModel]:
 
     root = Path(constants.HF_HUB_CACHE).resolve()
     try:
-        scanned = {repo.repo_path: repo for repo in scan_cache_dir(root).repos}
+        repos = {repo.repo_path: repo for repo in scan_cache_dir(root).repos}
     except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
     for path in sorted(root.glob("models--*--*")):
         blobs = [*(path / "blobs").glob("*")]
         is_partial = any(file.suffix == ".incomplete" for file in blobs)
-        repo = scanned.get(path)
+        repo = repos.get(path)
         files = [file for revision in repo.revisions for file in revision.files] if repo else []
         formats = {_FORMATS.get(Path(file.file_name).suffix) for file in files} - {None}
         yield StoredModel(

@@ -185,12 +185,12 @@ class _Converter:
         if aliases:
             args["aliases"] = [str(alias.get("id")) for alias in aliases]
         lists_aliases = bool(self.values.get("includeAliasesInList"))
-        listed = [not alias.get("unlisted", not lists_aliases) for alias in aliases]
+        is_listed = [not alias.get("unlisted", not lists_aliases) for alias in aliases]
         if keys.get("unlisted"):
             args["hidden"] = True
-        elif aliases and not all(listed):
+        elif aliases and not all(is_listed):
             args["hidden"] = "aliases"
-            if any(listed):
+            if any(is_listed):
                 self.left_out.append(f"{model}.aliases: all are hidden, or none; these are hidden")
         if keys.get("sendLoadingState", self.values.get("sendLoadingState")):
             args["show_loading"] = True

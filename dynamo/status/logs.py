@@ -326,7 +326,7 @@ def planner_summary(report: PlannerReport, now_s: float | None = None) -> Planne
     now_s = time.time() if now_s is None else now_s
     due = [model.next_at_s for model in report.models if model.next_at_s is not None]
     waits = report.state == "paused" or not due
-    # One that is past is being decided, or was missed: the next one that people can wait for.
+    # A time in the past is of a decision in progress, or a missed one: show the next to come.
     coming = [at_s for at_s in due if at_s > now_s]
     return PlannerSummary(
         state=report.state,

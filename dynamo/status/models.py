@@ -150,12 +150,12 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
     """
     models: dict[str, list[WorkerStatus]] = {}
     loads: dict[str, list[LoadEffect]] = {}
-    decoded: set[str] = set()
+    decode_models: set[str] = set()
     services = seen.deployment.services
     for service in services.values():
         name = _served_name(service.name, service.model, workers)
         models.setdefault(name, [])
-        decoded |= set() if service.is_prefill else {name}
+        decode_models |= set() if service.is_prefill else {name}
         if service.name in seen.loads:
             loads.setdefault(name, []).append(seen.loads[service.name])
     for worker in workers:
@@ -166,9 +166,9 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
     for name in sorted(
         figures.keys() - models.keys()
     ):  # adapters, and further models of one server
-        shared = [by_id[row.worker] for row in figures[name].workers if row.worker in by_id]
-        if shared:
-            models[name] = shared
+        same_workers = [by_id[row.worker] for row in figures[name].workers if row.worker in by_id]
+        if same_workers:
+            models[name] = same_workers
     wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
     waits = {
         planned.model: planned.waits_for
@@ -178,7 +178,7 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
         _model(
             name,
             model_workers,
-            _state(model_workers, name in decoded),
+            _state(model_workers, name in decode_models),
             timeouts_s,
             figures,
             wanted,

@@ -26,8 +26,8 @@ def worker_statuses(seen: BoxView) -> tuple[WorkerStatus, ...]:
     figures, vram = worker_figures(seen), vram_by_worker(seen.gpus)
     entries = seen.deployment.document.components.values()
     # Reversed, so that the first entry of a service is written last and stays.
-    first = {entry.service: number for number, entry in reversed(list(enumerate(entries)))}
-    ordered = sorted(entries, key=lambda entry: (first[entry.service], natural_order(entry.name)))
+    order = {entry.service: number for number, entry in reversed(list(enumerate(entries)))}
+    ordered = sorted(entries, key=lambda entry: (order[entry.service], natural_order(entry.name)))
     processes = [_Process(seen, seen.deployment.workers[entry.name]) for entry in ordered]
     return tuple(
         process.status(figures, vram.get(process.entry.name))
@@ -135,7 +135,7 @@ class _Process:
         )
         if frontend is None or frontend.state != "down":
             return frontend.state if frontend else "ready"
-        # It has a lease once it listens, and two processes while one replaces the other.
+        # A frontend has a lease once it listens. A replacement runs beside the old process.
         return "failed" if self.leased and len(self.alive) == 1 else "loading"
 
     def _rejected(self) -> str:

@@ -70,15 +70,15 @@ HTTP = (
     Mutant(
         "refused-key-works-until-heads-are-forgotten",
         "dynamo.http.api_keys",
-        "        before, self.entries = self.entries, entries\n        self._remembered.clear()\n",
-        "        before, self.entries = self.entries, entries\n",
+        "        old_entries, self.entries = self.entries, entries\n        self._remembered.clear()\n",
+        "        old_entries, self.entries = self.entries, entries\n",
         ("unit/http/test_http_access.py::test_rotation_under_load",),
     ),
     Mutant(
         "key-stays-in-the-headers",
         "dynamo.http.api_keys",
-        "bearer, plain = (headers.pop(name, None) for name in _CREDENTIALS)",
-        "bearer, plain = (headers.get(name) for name in _CREDENTIALS)",
+        "authorization, x_api_key = (headers.pop(name, None) for name in _CREDENTIALS)",
+        "authorization, x_api_key = (headers.get(name) for name in _CREDENTIALS)",
         ("unit/http/test_http_access.py::test_keys_open_and_credentials_go_no_further",),
     ),
     Mutant(

@@ -215,8 +215,6 @@ class EventStream(ChatStream):
         self.final_usage = self.usage()
         return self._body(deltas)
 
-    # --- private
-
     def _take(self) -> list[AnswerDelta]:
         """What is new, in its order."""
         choice = self.choices[0]

@@ -202,8 +202,6 @@ class GenerationStream(ABC):
                 cached_tokens = (cached_tokens or 0) + counts.cached_tokens
         return Usage(prompt_tokens, sum([choice.tokens for choice in choices]), cached_tokens)
 
-    # --- private
-
     def _choice_usage(self, index: int) -> Usage:
         """The tokens so far of one choice and its prompt, as its engine counts those of the prompt,
         else as we do."""

@@ -176,7 +176,7 @@ def after_prefill(request: PreprocessedRequest, output: EngineOutput) -> Preproc
     details = output.completion_usage and output.completion_usage.prompt_tokens_details
     if isinstance(details, PromptTokensDetails):
         result["prompt_tokens_details"] = msgspec.to_builtins(details)
-    # Ours wins over the client's: where the blocks come from is not for it to say.
+    # DECODE_OVERRIDE last: a client must not undo it, the blocks come from the prefill worker.
     override = {**(request.router_config_override or {}), **DECODE_OVERRIDE}
     return msgspec.structs.replace(request, prefill_result=result, router_config_override=override)
 

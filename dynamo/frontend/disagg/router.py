@@ -87,8 +87,6 @@ class PrefillRouter:
         """Whether a prompt waits for its best worker while others have a free slot."""
         return self._settings.prefill_patience_s > 0
 
-    # -- requests
-
     def take(self, engine_request: EngineRequest) -> bool:
         """Queue the prompt for a prefill worker; False: the decode worker computes it at once.
 
@@ -147,13 +145,11 @@ class PrefillRouter:
             return None
         return self.workers.locate(tokens, routing)
 
-    # -- workers
-
     def attach(self, picker: Picker, client: Client) -> None:
         """Choose with ``picker`` among the workers behind ``client`` from now on."""
         self.workers.connect(picker, client)
         self._had_workers = True
-        # Until now no request paid for asking a prefill step that has no worker.
+        # Only now: without a prefill worker, requests skip the call of take().
         self._dispatch.use_prefill(self)
         self._metrics.show(self.queue)
         client.on_inhibited(self.suspend)
@@ -245,8 +241,6 @@ class PrefillRouter:
             reason = "overloaded" if isinstance(error, Overloaded) else "engine_error"
             self._decode_only(prefill, reason, error)
         self._send_next()
-
-    # -- private steps
 
     def _send_next(self) -> None:
         """Send queued requests for as long as a worker has a free slot for the next one."""

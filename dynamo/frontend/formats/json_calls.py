@@ -11,7 +11,7 @@ from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps, well_formed
 
 _BEFORE_CALL = SPACE + "["
-# Of a list, and of Llama 3, which separates calls with semicolons.
+# The comma and the end of a list; the semicolon that Llama 3 writes between calls.
 _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
 # Possessive quantifiers: two runs of spaces side by side would take quadratic time to fail.

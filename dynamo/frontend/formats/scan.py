@@ -190,7 +190,7 @@ def _python_value(text: str) -> Any:
     """
     if len(text) > _MAX_LITERAL:
         raise ValueError(f"a literal of {len(text)} characters")
-    # Python's strings may have no line break either, which models write.
+    # A model may write line breaks in a string, which Python refuses as JSON does.
     if _CONTROL.search(text) is not None:
         text = StringEscapes(_IN_ANY_STRING).push(text)
     with warnings.catch_warnings():

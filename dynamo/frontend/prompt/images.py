@@ -90,8 +90,8 @@ class ImageFetcher:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s), self._permits:
-                server = await loop.run_in_executor(self._threads, _resolve, url)
-                await _connect(client, url.hostname or "", server)
+                resolved = await loop.run_in_executor(self._threads, _resolve, url)
+                await _connect(client, url.hostname or "", resolved)
                 await client.request(_request(url))
                 _check_answer(field, client)
                 image = await loop.run_in_executor(self._threads, base64.b64encode, client.body)
@@ -99,8 +99,8 @@ class ImageFetcher:
             # HttpClient stops beyond its limit with an error like any other.
             if len(client.body) > _LIMIT_BYTES:
                 raise _too_large(field) from None
-            late = f"no whole answer in {self._timeout_s:g} s"
-            reason = late if isinstance(error, TimeoutError) else repr(error)
+            timeout = f"no whole answer in {self._timeout_s:g} s"
+            reason = timeout if isinstance(error, TimeoutError) else repr(error)
             raise InvalidArgument(
                 f"Validation: {field}: cannot be fetched: {shorten(reason)}"
             ) from None

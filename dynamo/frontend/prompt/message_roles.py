@@ -71,7 +71,7 @@ def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> lis
     if not roles.system or not roles.later_system:
         names = [message.get("role") for message in messages]
         count = next((index for index, name in enumerate(names) if name != "system"), count)
-    # Others are printed where they are: the first alone may have to move.
+    # Later system messages are printed in their places: only the first may have to move.
     elif messages and messages[0].get("role") == "system":
         count = 1
     else:

@@ -108,7 +108,7 @@ class ChatTemplate:
             template.globals = dict(template.globals)
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
-        # A template may print any role, for a model that was not trained on this one.
+        # Some templates print any role: only one that names this role suits a model trained on it.
         self._has_developer = any("developer" in text for text in named.values())
         try:
             self._try_forms()
@@ -251,7 +251,7 @@ class ChatTemplate:
         developer: Message = {"role": "developer", "content": _PROBE}
         brief: Message = {"role": "system", "content": "s"}
         first = self._probed([system, *_QUESTION])
-        # A second one is tried behind the first, and behind an answer, where templates differ.
+        # A second system message: behind the first, and behind an answer. Templates differ there.
         later = first and self._probed([brief, system, *_QUESTION])
         foreign = [
             [*_QUESTION, {**_CALLED, "tool_calls": [{**_CALL, "id": call_id}]}]

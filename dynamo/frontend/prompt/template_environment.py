@@ -187,7 +187,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         self, node: jinja2.nodes.Expr, key: str, otherwise: str, frame: jinja2.compiler.Frame
     ) -> None:
         """Write the look-up of ``key`` in ``node``, which is evaluated once."""
-        # The names that jinja2 makes begin with l_ and t_, or are in its list of imports.
+        # _item is free: the names that jinja2 makes begin with l_ or t_, or are those it imports.
         self.write(f"(_item[{key!r}] if type(_item := ")
         self.visit(node, frame)
         self.write(f") is dict and {key!r} in _item else environment.{otherwise}(_item, {key!r}))")

@@ -144,7 +144,7 @@ class TrialQueue:
         try:
             while self._waiting:
                 engine_request = next(iter(self._waiting))
-                # One without a worker is in a queue: it may get any of them.
+                # A trial without a worker is in a queue: it may get the worker that this one needs.
                 if any(running.decision is None for running in self._running):
                     break
                 if self._running and not self._has_room(engine_request):
@@ -278,7 +278,8 @@ class ColdStartQueue:
                 request.fail(self._timeout(waited_s, reason))
             elif request.show_progress():
                 continue
-            # By the clock of each request, however often this is called.
+            # When its own wait passes a multiple of the interval. >= 0: a request that came after
+            # the last call was at -1 then, and would get a comment at once.
             elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
                 request.comment(b": loading, %d s\n\n" % waited_s)
 

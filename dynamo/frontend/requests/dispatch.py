@@ -321,7 +321,7 @@ class Dispatch:
         if last_error is None:
             engine_request.give_up(error)
             return
-        # That no untried worker is left is our doing; what the last one said is the reason.
+        # No worker is left because each was tried: the error of the last one is the reason.
         if isinstance(error, InvalidArgument | NoInstances):
             error = last_error
         waits = isinstance(error, Overloaded) and retries.migrations > 0
@@ -335,7 +335,7 @@ class Dispatch:
         """Let the request wait for a worker if none answers and the model is started on demand."""
         if self._hold is None or not isinstance(error, NoInstances):
             return False
-        # One that was killed is registered until its end is noticed.
+        # A worker that was killed is registered until its death is noticed.
         if self.picker.worker_pool.has_answering() or engine_request.ended:
             return False
         try:

@@ -121,16 +121,16 @@ class RequestFigures(msgspec.Struct):
     def record(self) -> RequestRecord:
         """Return what operators see."""
         usage, decision, prefilled = self.usage, self.decision, self.prefilled
-        spent: dict[str, float] = {}
+        stage_s: dict[str, float] = {}
         for name, begun_s, ended_s in self.stages():
-            spent[name] = round(spent.get(name, 0.0) + ended_s - begun_s, _DIGITS)
+            stage_s[name] = round(stage_s.get(name, 0.0) + ended_s - begun_s, _DIGITS)
         # Waits for a worker within a stage are shown apart, so the sum stays the duration.
         for name, lost_s in (("prefill", self.lost_prefill_s), ("decode", self.lost_decode_s)):
             if lost_s:
-                spent[name] = round(max(spent.get(name, 0.0) - lost_s, 0.0), _DIGITS)
-                spent[WORKER_WAIT] = round(spent.get(WORKER_WAIT, 0.0) + lost_s, _DIGITS)
+                stage_s[name] = round(max(stage_s.get(name, 0.0) - lost_s, 0.0), _DIGITS)
+                stage_s[WORKER_WAIT] = round(stage_s.get(WORKER_WAIT, 0.0) + lost_s, _DIGITS)
         # The prefill worker computed the prompt: its cache is the one that counted.
-        cached = self if prefilled is None else prefilled
+        counts = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info.request_id,
             client_id=self.info.echoed_id or "",
@@ -146,15 +146,15 @@ class RequestFigures(msgspec.Struct):
             prompt_tokens=self.prompt_tokens,
             completion_tokens=0 if usage is None else usage.completion_tokens,
             cached_tokens=None if usage is None else usage.cached_tokens,
-            overlap_blocks=cached.overlap_blocks,
-            prompt_blocks=cached.prompt_blocks,
+            overlap_blocks=counts.overlap_blocks,
+            prompt_blocks=counts.prompt_blocks,
             migrations=self.migrations,
             ttft_s=None if self.ttft_s is None else round(self.ttft_s, _DIGITS),
-            worker_wait_s=spent.get(WORKER_WAIT),
-            prepare_s=spent.get("prepare"),
-            queue_s=spent.get("queue"),
-            prefill_s=spent.get("prefill"),
-            decode_s=spent.get("decode"),
+            worker_wait_s=stage_s.get(WORKER_WAIT),
+            prepare_s=stage_s.get("prepare"),
+            queue_s=stage_s.get("queue"),
+            prefill_s=stage_s.get("prefill"),
+            decode_s=stage_s.get("decode"),
         )
 
     def stages(self) -> Iterator[tuple[str, float, float]]:

@@ -101,8 +101,6 @@ class RequestRegistry:
                 timer.cancel()
         self._timer = self._keep_alive_timer = None
 
-    # -- admission
-
     def check(self, exchange: Exchange) -> None:
         """Raise Unavailable once requests are refused. It is free, so it precedes the parsing.
 
@@ -200,8 +198,6 @@ class RequestRegistry:
             self.metrics.worker_wait_stage.observe(ended.worker_wait_s())
         if self.tracing is not None:
             trace_refused(self.tracing, exchange, ended)
-
-    # -- active requests
 
     def admits_operator(self, exchange: Exchange) -> bool:
         """Whether the client may see what operators see."""

@@ -393,8 +393,6 @@ class ActiveRequest:
             self.engine_requests = ()  # they refer to the request: a cycle would need the collector
             self._shared.remove(self)
 
-    # -- private steps
-
     def _send_error(self, error: DynamoError) -> None:
         """Send ``error``, a result of :func:`explained`: as a status if nothing was sent."""
         shape = self.error_shape

@@ -258,7 +258,7 @@ def show_in_progress(shared: FrontendMetrics, requests: Iterable[RequestMetrics]
         queued[request.model] += waits and request.stage != WORKER_WAIT_STAGE
     for stage, gauge in shared.stages.items():
         gauge.value = stages[stage]
-    # Those that wait before their body is parsed are no requests yet.
+    # Requests that wait before their body is parsed are not in ``requests`` yet.
     waiting = sum(model.cold_start_queue.value for model in shared.models)
     shared.stages[WORKER_WAIT_STAGE].value = waiting
     for model in shared.models:

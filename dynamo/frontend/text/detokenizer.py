@@ -68,15 +68,15 @@ class TableDetokenizer:
         if decoder is None:
             decoder = self._decoder = _new_decoder("replace")
         piece, skip = self._table.piece, self._skip
-        complete = []
+        characters = []
         for token_id in ids:
             if token_id not in skip:
                 self._held += decoder.decode(piece(token_id))
                 # A broken character is shown only once more text follows it.
                 if not decoder.getstate()[0] and not self._held.endswith("\ufffd"):
-                    complete.append(self._held)
+                    characters.append(self._held)
                     self._held = ""
-        text = "".join(complete)
+        text = "".join(characters)
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")

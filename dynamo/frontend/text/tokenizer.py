@@ -173,7 +173,7 @@ class _Shared:
         if fast is not None and self.pieces is not None:
             self.encoder: _FastEncoder | _SlowEncoder = fast
             return
-        # It holds Python's lock while it loads: not without need.
+        # Its load holds Python's lock, so it is loaded only where it is needed.
         reference = self.reference = reference_tokenizer(content, path)
         parsed = read_tokenizer_file(content, path)
         self.encoder = fast or _SlowEncoder(reference, parsed, cache_bytes)

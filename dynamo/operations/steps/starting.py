@@ -124,7 +124,7 @@ class WorkerStart:
 
     async def _start_unless_given_up(self, deadline_s: float) -> None:
         try:
-            # Without an end until give_up() sets one.
+            # No deadline until give_up() sets one.
             async with asyncio.timeout(None) as scope:
                 self._scope = scope
                 # It was given up before there was a scope to end.

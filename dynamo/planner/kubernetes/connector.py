@@ -132,8 +132,8 @@ class KubernetesConnector:
         )
         watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_card)
         self._runtime.on_close(watch.close)
-        for watched in (self._deployments, self._adapters, self._slices):
-            self._tasks.spawn(watched.run(), name="watch")
+        for objects in (self._deployments, self._adapters, self._slices):
+            self._tasks.spawn(objects.run(), name="watch")
 
     async def close(self) -> None:
         """Stop following the deployment. Idempotent."""

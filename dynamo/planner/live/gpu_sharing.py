@@ -129,7 +129,7 @@ class OnDemandRegistry:
         before = reports.get(state.model)
         reports[state.model] = _StateReport(self._clock(), state)
         first = state.waiting and (before is None or not before.state.waiting)
-        # One that has become idle may make room for another whose requests wait.
+        # A model that has become idle may make room for another whose requests wait.
         idle = before is not None and state.idle_s and not before.state.idle_s
         if self.on_waiting is not None and (first or (idle and self._any_waits())):
             self.on_waiting()

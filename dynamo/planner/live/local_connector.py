@@ -289,7 +289,7 @@ class LocalConnector:
             before = psutil.virtual_memory().available
             if not await put_to_sleep(self._access, self._engines, entry):
                 return ""
-            # Others may have freed memory since: count at least what its own processes hold.
+            # Other programs may have freed memory since: count at least what the worker holds.
             taken = before - psutil.virtual_memory().available
             self._asleep_bytes[name] = max(taken, memory_of(entry.pids))
             return entry.name

@@ -242,7 +242,7 @@ class ScalingLoop:
         if due:
             await self._sources.read_frontends()
         for state in due:
-            # One may have lost its last worker to another model during the reads.
+            # A model may have lost its last worker to another one during the reads.
             if not self._stopped.is_set() and not self._is_cold(state):
                 await self._decide(state)
 

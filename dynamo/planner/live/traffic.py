@@ -137,7 +137,7 @@ class TrafficCounter:
             for name, value in self._totals.get(model, {}).items()
         }
         gauges = self._gauges.get(model, {})
-        cold = gauges.get(_HELD, 0)
+        held_requests = gauges.get(_HELD, 0)
         return Traffic(
             duration_s=now_s - mark.at_s,
             arrived=round(counts.get(_STARTED, 0)),
@@ -147,8 +147,8 @@ class TrafficCounter:
             ttft_ms=_mean(counts, _TTFT, 1000, _TTFT_WORKER_WAIT),
             itl_ms=_mean(counts, _ITL, 1000),
             request_s=_mean(counts, _DURATION, 1, _DURATION_WORKER_WAIT),
-            queued=round(gauges.get(_QUEUED, 0) + cold),
-            inflight=round(gauges.get(_ACTIVE, 0) + cold),
+            queued=round(gauges.get(_QUEUED, 0) + held_requests),
+            inflight=round(gauges.get(_ACTIVE, 0) + held_requests),
             known=self._missed == mark.missed and mark.missing <= self.ignored,
         )
 

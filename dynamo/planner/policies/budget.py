@@ -86,7 +86,7 @@ class StartUpTime:
         """Take the state of the pool; a worker that starts no more has become ready."""
         self._asleep = pool.asleep
         pending = len(self._starts.begun) + len(self._wakes.begun)
-        # Empty if more workers start than were decided here: nothing is known of their begin.
+        # A negative number, so no turn, if more workers start than were decided here.
         for _ in range(pending - pool.starting):
             # A wake takes seconds, a start minutes: the wakes are over first.
             times = self._wakes if self._wakes.begun else self._starts

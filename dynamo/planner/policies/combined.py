@@ -101,7 +101,7 @@ class CombinedPolicy(TargetedPolicy):
                 start_up, pool = sizing.start_up, _pool(seen, name)
                 need = sizing.need(model, self._outlook(sizing, seen, start_up.wake_s), seen)
                 if pool.asleep:
-                    # Those beyond the sleeping ones take a start: they are due earlier.
+                    # Workers beyond the sleeping ones take longer, a start: look further ahead.
                     later = self._outlook(sizing, seen, start_up.seconds).later
                     started = model.workers(later, sizing.targets) - pool.asleep
                     need = replace(need, target=max(need.target, started))

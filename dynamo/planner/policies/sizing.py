@@ -290,7 +290,7 @@ def backlog(queued: int, rate: float, ttft_ms: float) -> float:
 def prefill_workers(demand: Demand, model: PrefillCapacity, gpus: float) -> int:
     """Return the prefill workers of ``gpus`` GPUs that ``demand`` needs."""
     # A TTFT above the profile's comes from waiting: that is load, which the rate already says.
-    # One below it comes from cached prefixes: they are work that is not done.
+    # A TTFT below it comes from cached prefixes, whose tokens are not computed.
     tokens_per_s = demand.work_rate * demand.isl * min(1.0, demand.prefill_correction)
     return _ceil(tokens_per_s / model.tokens_per_s(demand.isl) / gpus)
 

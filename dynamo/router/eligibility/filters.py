@@ -122,12 +122,12 @@ def constraints_of(
         single = frozenset(member.worker_id for member in members if len(member.slots) == 1)
     if routing.required_taints:
         required = set(routing.required_taints)
-        missing = {
+        missing_taints = {
             member.worker_id: required.difference(member.config.taints) for member in members
         }
         lacking = {
             worker_id: ", ".join(sorted(taints))[:_TAINTS_SHOWN]
-            for worker_id, taints in missing.items()
+            for worker_id, taints in missing_taints.items()
             if taints
         }
     return Constraints(

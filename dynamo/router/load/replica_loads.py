@@ -217,14 +217,14 @@ class RemoteReplicas:
         request_id = event.request_id
         if replica.listed is not None:
             replica.listed.add(request_id)
-        booked = replica.requests.get(request_id)
-        if booked is not None and not _same(booked, event):
+        booking = replica.requests.get(request_id)
+        if booking is not None and not _same(booking, event):
             # The end of the first request was lost, and its id is in use again.
             self._free(router_id, replica, request_id)
-            booked = None
-        if booked is not None:
+            booking = None
+        if booking is not None:
             if data.prefill_completed:
-                self._prefill_completed(router_id, booked)
+                self._prefill_completed(router_id, booking)
         elif len(replica.requests) >= MAX_REQUESTS:
             self.refused += 1
         else:

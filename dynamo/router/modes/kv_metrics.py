@@ -24,7 +24,6 @@ _RATIO_BUCKETS = tuple(0.05 * i for i in range(21))
 # writes 7.290000000000001, and that text is part of the bucket's identity.
 _OVERHEAD_MS_BUCKETS = tuple(accumulate(range(16), lambda bound, _: bound * 3, initial=0.01))
 
-# Where the time of a decision goes.
 _BLOCK_HASHING_MS = histogram(
     "dynamo_router_overhead_block_hashing_ms", "Block hashing", _HASHING_MS_BUCKETS, "router_id"
 )

@@ -192,16 +192,16 @@ class PolicyPicker(KvPicker):
         if choice is None:
             # Not super()._choose(), which would apply the preferred taints a second time.
             return choose(self._costs, len(slots), params.temperature, self._uniform())
-        if not choice.places:
+        if not choice.indexes:
             raise Unavailable(f"policy {self._policy.name} rejects every worker")
         self._chosen_by = self._policy.name
-        for index, cost in zip(choice.places, choice.costs, strict=True):
+        for index, cost in zip(choice.indexes, choice.costs, strict=True):
             self._costs[index] = cost
         picked = choice.picked
         if picked is None:
             costs = array("d", choice.costs)
             picked = choose(costs, len(costs), params.temperature, self._uniform())
-        return choice.places[picked]
+        return choice.indexes[picked]
 
     def _capture(
         self,

@@ -82,9 +82,9 @@ class PolicyWorker(NamedTuple):
 
 
 class PolicyChoice(NamedTuple):
-    """What a policy decided: the places that may be taken, their costs, and which it picked."""
+    """What a policy decided: the indexes that may be taken, their costs, and which it picked."""
 
-    places: list[int]
+    indexes: list[int]
     costs: list[float]
     picked: int | None
 
@@ -101,10 +101,10 @@ class WorkerPolicy:
 
     def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice:
         """Ask the policy. Raises whatever it raises, and ValueError for an answer that is none."""
-        places = list(range(len(workers)))
+        indexes = list(range(len(workers)))
         if self._filter is not None:
-            places = [index for index in places if self._filter(request, workers[index])]
-            workers = [workers[index] for index in places]
+            indexes = [index for index in indexes if self._filter(request, workers[index])]
+            workers = [workers[index] for index in indexes]
         if not workers:
             return PolicyChoice([], [], None)
         costs = [worker.cost for worker in workers]
@@ -117,7 +117,7 @@ class WorkerPolicy:
                 raise ValueError(
                     f"pick returned {picked!r}, not an index of {len(workers)} workers"
                 )
-        return PolicyChoice(places, costs, picked)
+        return PolicyChoice(indexes, costs, picked)
 
 
 class ClassPolicy:

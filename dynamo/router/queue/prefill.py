@@ -125,8 +125,6 @@ class PrefillQueue(Generic[T]):
         """All workers, suspended ones included."""
         return list(self._workers)
 
-    # -- workers
-
     def set_worker(self, worker_id: int, capacity: Capacity) -> None:
         """Add a worker, or change its capacity; it is not suspended any more."""
         load = self._workers.get(worker_id)
@@ -158,8 +156,6 @@ class PrefillQueue(Generic[T]):
     def running_at(self, worker_id: int) -> list[T]:
         """Return the requests at a worker, oldest first."""
         return [request for request, (at, _) in self._running.items() if at == worker_id]
-
-    # -- requests
 
     def add(
         self,
@@ -236,8 +232,6 @@ class PrefillQueue(Generic[T]):
         for request in waiting:
             self._discard(request)
         return waiting
-
-    # -- helpers
 
     def _has_free_slot(self, worker_id: int) -> bool:
         load = self._workers[worker_id]

@@ -197,14 +197,14 @@ class FileDiscovery:
         check_value(key, value)
         path = key_path(self._root, key)
         lease_file = lease_path(self._root, lease_id)
-        owned = self._owned.get(lease_id)
+        lease = self._owned.get(lease_id)
         if lease_file.exists():
             data = encode_stored(lease_id, value)
             # Another lease of this process must not write its older record again.
             self._disown(path)
             self._write(path, data)
-            if owned is not None:
-                owned.keys[path] = data
+            if lease is not None:
+                lease.keys[path] = data
             if lease_file.exists():
                 return
             # The lease was revoked while the key was written: its keys were already removed.

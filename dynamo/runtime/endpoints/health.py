@@ -79,10 +79,10 @@ class StatusServer:
             return
         keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file)
         self._started = True  # before the first await: endpoints are served concurrently
-        last = settings.port
+        last_port = settings.port
         if settings.port > 0 and is_supervised():
-            last = min(settings.port + _PORTS, _LAST_PORT)
-        for port in range(settings.port, last + 1):
+            last_port = min(settings.port + _PORTS, _LAST_PORT)
+        for port in range(settings.port, last_port + 1):
             access = None if keys is None else Access(keys=keys, is_open=_is_open)
             self._server = HttpServer(self._handle, _LIMITS, None, None, access, _is_open)
             try:
@@ -91,7 +91,7 @@ class StatusServer:
             except OSError as error:
                 self.port = -1
                 await self._server.close(timeout_s=0)
-                if error.errno == errno.EADDRINUSE and last > settings.port:
+                if error.errno == errno.EADDRINUSE and last_port > settings.port:
                     continue
                 self._started = False
                 raise ConfigError(
@@ -106,7 +106,7 @@ class StatusServer:
             "DYN_SYSTEM_PORT=%d: no status server, this port and the %d behind it are in use; "
             "set another one",
             settings.port,
-            last - settings.port,
+            last_port - settings.port,
         )
 
     async def close(self) -> None:

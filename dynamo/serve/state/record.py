@@ -118,7 +118,8 @@ class StatefileWriter:
         self._taken: Set[str] = frozenset()
         self._failed = False
         self._closed = False
-        # From the look at the components to the end of the write: an older look must not follow.
+        # Held from reading the components to the end of the write: otherwise an older state of
+        # them could be written after a newer one.
         self._writing = asyncio.Lock()
 
     def create(self) -> DeploymentPlan:

@@ -46,7 +46,7 @@ class WorkerView:
     service: ServiceEntries | None
     #: The processes that live.
     pids: tuple[int, ...]
-    #: What they have registered.
+    #: What those of ``pids`` that hold a lease have registered.
     registered: tuple[RegisteredWorker, ...]
     #: Whether a living process changes it now.
     reserved: bool

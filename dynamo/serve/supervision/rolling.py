@@ -163,7 +163,7 @@ class RollingRestart:
         taken = any(port.isdigit() and int(port) for port in ports)
         if level == UNKNOWN or taken or not watcher.get_active_processes():
             return False
-        # One that sleeps or loads serves nothing, and its GPUs may be those of others by now.
+        # A worker that sleeps or loads serves nothing, and its GPUs may be those of others by now.
         if self._record.states().get(watcher.name) == ASLEEP:
             return False
         if level == MODEL and all(self._registered(pid) < MODEL for pid in watcher.processes):

@@ -127,7 +127,7 @@ class EtcdLease:
                 self._progress.set()
 
     async def _keep(self) -> None:
-        # Two calls in a row may fail before the lease expires.
+        # A call may take this long until it fails: the next one still reaches etcd in time.
         pause_s = self.ttl_s / _CALLS_PER_TTL
         while not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
