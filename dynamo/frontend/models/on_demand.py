@@ -17,7 +17,12 @@ from typing import NamedTuple
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, ModelNotFound, Unavailable, as_argument
-from dynamo.frontend.requests.cold_start import ColdStartQueue, HeldDispatch, HeldExchange
+from dynamo.frontend.requests.cold_start import (
+    ColdStartQueue,
+    HeldDispatch,
+    HeldExchange,
+    LoadProgress,
+)
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
@@ -206,19 +211,19 @@ class OnDemandModels:
             return False
         _check_not_stopped(record)
         queue = self._queue(record.model)
-        entry = HeldExchange(exchange, endpoint, queue, registry, self._again)
         bodies = sum(queue.held_bytes for queue in self._queues.values())
         # One request alone may exceed the limit: it would never find more room.
-        if bodies and bodies + entry.size_bytes > _HELD_LIMIT_BYTES:
+        if bodies and bodies + len(exchange.body) > _HELD_LIMIT_BYTES:
             raise Unavailable(
                 f"{_HELD_LIMIT_BYTES >> 20} MiB of requests wait for the first worker of their "
                 "model already. Please retry later."
             )
-        entry.comments = entry.comments and record.model_input != HTTP_INPUT
+        progress = None
         if self._args.get(record.model, _NO_ARGS).show_loading:
-            entry.model, entry.progress = name, partial(self._progress, record.model)
-            entry.reasoning_field = self._settings.reasoning_field_name
-        entry.wait()
+            text = partial(self._progress, record.model)
+            progress = LoadProgress(text, name, self._settings.reasoning_field_name)
+        comments = record.model_input != HTTP_INPUT
+        HeldExchange(exchange, endpoint, queue, registry, self._again, comments, progress).wait()
         return True
 
     def hold_dispatch(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -312,11 +312,18 @@ class ColdStartQueue:
             self._on_change(self)
 
 
+class LoadProgress(NamedTuple):
+    """How far the load of ``model`` is: a chat stream shows ``text()`` in ``reasoning_field``."""
+
+    text: Callable[[], str]
+    model: str
+    reasoning_field: str
+
+
 class HeldExchange:
     """A request whose body is not parsed yet; ``again`` handles it from the start.
 
-    ``comments``: a stream of it may begin with comments. ``progress``, if set, returns how far the
-    load is: a chat stream shows it as reasoning of ``model``, in ``reasoning_field``.
+    ``comments``: a stream of it may begin with comments, or with ``progress`` if that is given.
     """
 
     def __init__(
@@ -326,12 +333,12 @@ class HeldExchange:
         queue: ColdStartQueue,
         registry: RequestRegistry,
         again: Callable[[Exchange], None],
+        comments: bool,
+        progress: LoadProgress | None,
     ) -> None:
         self.size_bytes = len(exchange.body)
-        self.comments = exchange.path in _STREAMED_PATHS
-        self.model = ""
-        self.progress: Callable[[], str] | None = None
-        self.reasoning_field = "reasoning_content"
+        self._comments = comments and exchange.path in _STREAMED_PATHS
+        self._progress = progress
         self._shown = ""
         self._shown_s = 0.0
         self._exchange = exchange
@@ -373,7 +380,7 @@ class HeldExchange:
 
     def comment(self, text: bytes) -> None:
         """Send a comment to a client that asked for a stream; it begins the response."""
-        if self._streams and self.comments:
+        if self._streams and self._comments:
             self._write(text)
 
     def show_progress(self) -> bool:
@@ -381,10 +388,10 @@ class HeldExchange:
 
         False if it has not for a while: then a comment shows that the connection is alive.
         """
-        exchange = self._exchange
-        if self.progress is None or not self._streams or exchange.path != _CHAT_PATH:
+        exchange, progress = self._exchange, self._progress
+        if progress is None or not self._streams or exchange.path != _CHAT_PATH:
             return False
-        text, now_s = self.progress(), time.monotonic()
+        text, now_s = progress.text(), time.monotonic()
         if text != self._shown and now_s - self._shown_s >= _PROGRESS_EVERY_S:
             self._shown, self._shown_s = text, now_s
             # The chunks of the answer get the same id.
@@ -395,11 +402,11 @@ class HeldExchange:
                 "id": f"chatcmpl-{own_id}",
                 "object": "chat.completion.chunk",
                 "created": int(time.time()),
-                "model": self.model,
+                "model": progress.model,
                 "choices": [
                     {
                         "index": 0,
-                        "delta": {self.reasoning_field: f"{text}\n"},
+                        "delta": {progress.reasoning_field: f"{text}\n"},
                         "finish_reason": None,
                     }
                 ],
