@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
+WorkerIdField = Callable[[Decision, Prefilled | None], dict[str, Any]]
+"""Returns ``nvext.worker_id``, by the prefill worker, if any, and the decision."""
 
 
 class ResponseWriter:
@@ -89,10 +91,9 @@ class ActiveRequest:
     ``writer`` sends them with ``headers``.
 
     ``last_activity_s`` is when an engine last sent anything, infinite while none computes; its
-    engine requests set it, for every token. ``metrics`` counts the rest. ``worker_id_field``, if
-    set, makes ``nvext.worker_id`` of the first decision; ``wants_route``: a header of the response
-    explains it. ``trace`` is the span of the request, if it has one. ``engine_id`` is the id of the
-    first engine request.
+    engine requests set it, for every token. ``metrics`` counts the rest. ``wants_route``: a header
+    of the response explains the first decision. ``trace`` is the span of the request, if it has
+    one. ``engine_id`` is the id of the first engine request.
     """
 
     __slots__ = (
@@ -100,6 +101,7 @@ class ActiveRequest:
         "_open",
         "_shared",
         "_started",
+        "_worker_id_field",
         "_working",
         "_writer",
         "closed",
@@ -116,7 +118,6 @@ class ActiveRequest:
         "streaming",
         "trace",
         "wants_route",
-        "worker_id_field",
     )
 
     generation: Answer
@@ -141,7 +142,7 @@ class ActiveRequest:
         if shared.tracing is not None or "traceparent" in exchange.headers:
             self.trace = begin_trace(shared.tracing, exchange)
         self.wants_route = ROUTE_HEADER in exchange.headers and shared.shows_routes
-        self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
+        self._worker_id_field: WorkerIdField | None = None
         echoed = info.echoed_id
         self.headers: Sequence[tuple[str, str]] = ()
         if echoed is not None:
@@ -180,10 +181,17 @@ class ActiveRequest:
     # -- called by the route
 
     def prepared(
-        self, answer: Answer, prepared_s: float, images: PromptImages | None = None
+        self,
+        answer: Answer,
+        prepared_s: float,
+        images: PromptImages | None = None,
+        worker_id_field: WorkerIdField | None = None,
     ) -> None:
-        """Its prompt, with ``images``, was ready at ``prepared_s``; ``answer`` renders outputs."""
-        self.generation = answer
+        """Its prompt, with ``images``, was ready at ``prepared_s``; ``answer`` renders outputs.
+
+        ``worker_id_field``, if given, makes ``nvext.worker_id`` of the first decision.
+        """
+        self.generation, self._worker_id_field = answer, worker_id_field
         self.metrics.prepared_s = prepared_s
         self.metrics.images = images
 
@@ -236,8 +244,8 @@ class ActiveRequest:
         else:
             is_first = engine_request is self.engine_requests[0]  # after a reroute, the new worker
         # Only the first choice has a place in the answer's nvext and in its header.
-        if is_first and self.worker_id_field is not None:
-            self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
+        if is_first and self._worker_id_field is not None:
+            self.generation.worker_id = self._worker_id_field(decision, self.metrics.prefilled)
         if self.wants_route and engine_request is self.engine_requests[0]:
             self._show_route(engine_request, decision, chosen_s)
 

@@ -227,13 +227,13 @@ class OpenAIRoutes:
             int(time.time()),
             force_usage=registry.settings.force_usage,
         )
-        request.prepared(generation, prepared_s, prepared.images)
+        worker_id_field = None if parsed.nvext is None else self._worker_id_field
+        request.prepared(generation, prepared_s, prepared.images, worker_id_field)
         routing, exchange = prepared.requests[0].routing, request.exchange
         routing = routed(routing, exchange.headers, exchange.api_key, self._ignores_nvext)
         if parsed.nvext is not None:
             # A bound method of the metrics: one of the request would make a cycle.
             generation.timing = request.metrics.timing
-            request.worker_id_field = self._worker_id_field
             phase = location_phase(parsed.nvext)
             if phase is not None:
                 tokens = prepared.prompts[0].token_ids
