@@ -50,8 +50,8 @@ class HealthCheckPayload:
             raise NotImplementedError(
                 f"{type(self).__name__} must set default_payload before super().__init__()"
             )
-        given = load_health_check_from_env()
-        self._payload = self.default_payload if given is None else given
+        payload = load_health_check_from_env()
+        self._payload = self.default_payload if payload is None else payload
 
     def to_dict(self) -> dict[str, Any]:
         """Return the payload."""

@@ -69,11 +69,11 @@ class SessionClock:
 class TextBlocks:
     """A prompt that is known as text, as block ids: 4 characters count as a token.
 
-    Texts that begin alike have the same ids, if they share ``known``.
+    Texts that begin alike have the same ids, if they share ``known_ids``.
     """
 
-    def __init__(self, known: dict[tuple[int, str], int]) -> None:
-        self._known = known
+    def __init__(self, known_ids: dict[tuple[int, str], int]) -> None:
+        self._known = known_ids
         self._ids: list[int] = []
         self._tail = ""
 

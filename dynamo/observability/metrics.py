@@ -328,9 +328,9 @@ def _histogram_samples(
 ) -> Iterator[Sample]:
     running = 0
     bucket = name + "_bucket"
-    for count, place in zip(child.counts, labels, strict=False):
+    for count, bound in zip(child.counts, labels, strict=False):
         running += count
-        yield Sample(bucket, place, running)
+        yield Sample(bucket, bound, running)
     yield Sample(name + "_sum", labels[-1], child.total)
     yield Sample(name + "_count", labels[-1], running)
 

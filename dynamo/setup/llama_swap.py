@@ -72,13 +72,13 @@ class Converted:
     has_secrets: bool = False
 
 
-def convert(text: str, source: str, env: Mapping[str, str], place: Mapping[str, Any]) -> Converted:
+def convert(text: str, source: str, env: Mapping[str, str], listen: Mapping[str, Any]) -> Converted:
     """Convert the configuration ``text``. Raises ConfigError.
 
-    ``env`` are the variables that it may name, ``place`` has ``namespace``, ``http-host`` and
+    ``env`` are the variables that it may name, ``listen`` has ``namespace``, ``http-host`` and
     ``http-port`` of the graph.
     """
-    return _Converter(parse_yaml(text, source).values, source, env).graph(place)
+    return _Converter(parse_yaml(text, source).values, source, env).graph(listen)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Converter:
     expanded_chars: int = 0
     has_secrets: bool = False
 
-    def graph(self, place: Mapping[str, Any]) -> Converted:
+    def graph(self, listen: Mapping[str, Any]) -> Converted:
         models = self._mapping(self.values, "models")
         if not models:
             raise ConfigError(f"{self.source}: it has no models; is it a file of llama-swap?")
@@ -113,11 +113,11 @@ class _Converter:
         for model, groups in _cliques(names, self._conflicts(names)).items():
             services[names[model]]["ServiceArgs"]["group"] = groups
         self._start(services, names, preloaded)
-        head = {"namespace": place["namespace"]}
+        head = {"namespace": listen["namespace"]}
         frontend = {
             "run": FRONTEND,
-            "http-host": place["http-host"],
-            "http-port": place["http-port"],
+            "http-host": listen["http-host"],
+            "http-port": listen["http-port"],
         }
         planner = {"run": PLANNER, "mode": "auto", "max-gpu-budget": max(8, len(services))}
         document = {**head, "Frontend": frontend, "Planner": planner, **services}

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"--mode auto: {reason}", file=sys.stderr)
     if settings.plot is not None:
         comparison_figure()
-    found = compare(
+    comparison = compare(
         settings.policy or (planner.mode,),
         traffic(settings),
         _setup(settings, planner),
@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings.attainment if settings.score else None,
     )
     if settings.plot is not None:
-        draw_comparison(found, Path(settings.plot))
+        draw_comparison(comparison, Path(settings.plot))
     if settings.json:
-        print(json.dumps(_document(found)))
+        print(json.dumps(_document(comparison)))
     else:
-        _print_table(found)
+        _print_table(comparison)
     return 0
 
 
@@ -128,18 +128,18 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
     )
 
 
-def _document(found: Comparison) -> dict[str, object]:
-    document: dict[str, object] = {"policies": [result.figures() for result in found.results]}
-    if found.baseline is not None:
-        document["fixed"] = [run.figures() for run in found.baseline.fixed]
-        document["oracle"] = [run.figures() for run in found.baseline.oracle]
+def _document(comparison: Comparison) -> dict[str, object]:
+    document: dict[str, object] = {"policies": [result.figures() for result in comparison.results]}
+    if comparison.baseline is not None:
+        document["fixed"] = [run.figures() for run in comparison.baseline.fixed]
+        document["oracle"] = [run.figures() for run in comparison.baseline.oracle]
     return document
 
 
-def _print_table(found: Comparison) -> None:
-    print("\n".join(figures([_COLUMNS, *map(_row, found.results)])))
-    if found.baseline is not None and found.baseline.fixed:
-        names = found.baseline.fixed[0].policy, found.baseline.fixed[-1].policy
+def _print_table(comparison: Comparison) -> None:
+    print("\n".join(figures([_COLUMNS, *map(_row, comparison.results)])))
+    if comparison.baseline is not None and comparison.baseline.fixed:
+        names = comparison.baseline.fixed[0].policy, comparison.baseline.fixed[-1].policy
         print(
             f"score: 0 as the best of {' to '.join(names)}, 1 as the oracle; --json has their runs"
         )

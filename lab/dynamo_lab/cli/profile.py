@@ -98,8 +98,8 @@ def _line(progress: ProfileProgress) -> str:
 
 def _show(console: Console, result: ProfileResult, plots: Sequence[Path]) -> None:
     prefill = [("prompt tokens", "TTFT (ms)", "tokens/s per GPU")] + [
-        (f"{one.isl}", f"{one.ttft_ms:.1f}", f"{one.tokens_per_s_per_gpu:.0f}")
-        for one in result.prefill
+        (f"{sample.isl}", f"{sample.ttft_ms:.1f}", f"{sample.tokens_per_s_per_gpu:.0f}")
+        for sample in result.prefill
     ]
     decode = [("requests", "context", "KV load", "ITL (ms)", "tokens/s per GPU")] + [
         (

@@ -256,14 +256,14 @@ class WorkerProbe:
 
     async def limits(self) -> EngineLimits:
         """Return the limits in the model card. Raises MeasurementFailed if it has none."""
-        found = await self._gauges(
+        gauges = await self._gauges(
             "model_context_length",
             "model_kv_cache_block_size",
             "model_total_kv_blocks",
             "model_max_num_seqs",
             "model_max_num_batched_tokens",
         )
-        context, block, blocks, seqs, batched = (int(value) for value in found)
+        context, block, blocks, seqs, batched = (int(value) for value in gauges)
         if not context or not block * blocks:
             raise MeasurementFailed(
                 f"the worker of {self._model} does not say how long its sequences and how large "
@@ -318,12 +318,12 @@ class WorkerProbe:
             page = await call(self._target, "GET", "/metrics", _PAGE_LIMIT_BYTES, _STALLED_S)
         except (OSError, ResponseError) as error:
             raise MeasurementFailed(f"the frontend's metrics cannot be read: {error}") from None
-        found = {
+        values = {
             name.removeprefix(_METRICS): value
             for name, labels, value in samples(bytes(page.body), *(_METRICS + n for n in names))
             if labels.get("model") == self._model
         }
-        return [found.get(name, 0.0) for name in names]
+        return [values.get(name, 0.0) for name in names]
 
     async def _ttft_s(self, isl: int) -> float:
         connection = LoadConnection(self._target)
@@ -363,9 +363,11 @@ class WorkerProbe:
         """Return a request whose prompt shares no block with an earlier one."""
         self._prompts += 1
         number, ids = self._prompts, []
-        for place in range(isl):  # the number first, so that already the first block differs
-            ids.append(_FIRST_TOKEN_ID + (number if place < 3 else number + place) % _TOKEN_IDS)
-            number = number // _TOKEN_IDS if place < 2 else self._prompts
+        for position in range(isl):  # the number first, so that already the first block differs
+            ids.append(
+                _FIRST_TOKEN_ID + (number if position < 3 else number + position) % _TOKEN_IDS
+            )
+            number = number // _TOKEN_IDS if position < 2 else self._prompts
         body = {
             "model": self._model,
             "prompt": ids,

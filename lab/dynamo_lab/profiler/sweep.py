@@ -60,17 +60,19 @@ def choose_services(graph: Graph, name: str | None) -> tuple[Service, Service]:
     With ``name`` both are that service. Without, both are the only one that registers a model, or
     the prefill and the decode service of a disaggregated graph.
     """
-    found = [service for service in graph.services if service.program in MODEL_PROGRAMS]
-    names = ", ".join(service.name for service in found) or "none"
+    workers = [service for service in graph.services if service.program in MODEL_PROGRAMS]
+    names = ", ".join(service.name for service in workers) or "none"
     if name is not None:
-        chosen = [service for service in found if service.name == name]
+        chosen = [service for service in workers if service.name == name]
         if not chosen:
             raise ConfigError(
                 f"--service {name}: no such worker in {graph.source}; its workers are {names}"
             )
         return chosen[0], chosen[0]
-    prefill = [one for one in found if one.options.get("disaggregation-mode") == "prefill"]
-    decode = [one for one in found if one not in prefill]
+    prefill = [
+        worker for worker in workers if worker.options.get("disaggregation-mode") == "prefill"
+    ]
+    decode = [worker for worker in workers if worker not in prefill]
     if len(decode) == 1 and len(prefill) <= 1:
         return (prefill or decode)[0], decode[0]
     raise ConfigError(
@@ -269,8 +271,8 @@ class _Remaining:
 
 
 def _longer(first: float | None, second: float | None) -> float | None:
-    known = [seconds for seconds in (first, second) if seconds is not None]
-    return max(known, default=None)
+    durations_s = [seconds for seconds in (first, second) if seconds is not None]
+    return max(durations_s, default=None)
 
 
 def _arrays(result: ProfileResult, kv_tokens: int) -> WorkerProfile:

@@ -337,18 +337,18 @@ def arrivals_of(
 
     A prompt without block ids shares nothing, and gets ids of its own.
     """
-    first_ms = min((one.timestamp for one in trace), default=0.0)
-    found, own = [], 0
-    for one, parent in zip(trace, parents(trace), strict=True):
-        blocks: Sequence[int] = one.hash_ids
+    first_ms = min((request.timestamp for request in trace), default=0.0)
+    arrivals, own = [], 0
+    for request, parent in zip(trace, parents(trace), strict=True):
+        blocks: Sequence[int] = request.hash_ids
         if not blocks:
-            count = max(-(-(one.input_length or 1) // block_tokens), 1)
+            count = max(-(-(request.input_length or 1) // block_tokens), 1)
             blocks, own = range(own - count, own), own - count
-        at_s = (one.timestamp - first_ms) / 1e3 / speedup
-        tokens = max(round(one.output_length * output_scale), 1)
-        after = parent if one.session_id is not None else None
-        found.append(Arrival(at_s, blocks, tokens, after, one.delay / 1e3 / speedup))
-    return _numbered(found)
+        at_s = (request.timestamp - first_ms) / 1e3 / speedup
+        tokens = max(round(request.output_length * output_scale), 1)
+        after = parent if request.session_id is not None else None
+        arrivals.append(Arrival(at_s, blocks, tokens, after, request.delay / 1e3 / speedup))
+    return _numbered(arrivals)
 
 
 def compare(
@@ -370,6 +370,8 @@ def _numbered(arrivals: list[Arrival]) -> list[Arrival]:
     """Give blocks numbers from 0, as tokens are unsigned numbers of 32 bits."""
     numbers: dict[int, int] = {}
     return [
-        one._replace(block_ids=[numbers.setdefault(block, len(numbers)) for block in one.block_ids])
-        for one in arrivals
+        arrival._replace(
+            block_ids=[numbers.setdefault(block, len(numbers)) for block in arrival.block_ids]
+        )
+        for arrival in arrivals
     ]

@@ -59,12 +59,12 @@ class BatchWorker:
 
     def overlap(self, blocks: tuple[int, ...]) -> int:
         """Return the prompt tokens in leading ``blocks`` that the cache holds."""
-        held, idle, found = self._held, self._idle, 0
+        held, idle, count = self._held, self._idle, 0
         for block in blocks:
             if block not in held and block not in idle:
                 break
-            found += 1
-        return found * BLOCK_TOKENS
+            count += 1
+        return count * BLOCK_TOKENS
 
     def cost(self, request: RequestState) -> int:
         """Return the tokens to prefill plus the tokens of KV if ``request`` came here.
@@ -220,7 +220,7 @@ class BatchWorker:
         self._chunks = []
 
     def _finished(self, now_s: float) -> list[RequestState]:
-        finishes, found = self._finishes, []
+        finishes, ended = self._finishes, []
         while finishes and finishes[0][0] <= self._steps:
             step, _, request = heappop(finishes)
             if request.finish_step != step or request.end_s >= 0:
@@ -229,8 +229,8 @@ class BatchWorker:
             self._decode_kv -= request.prompt + request.left
             self._release(request, request.left)
             request.end_s = now_s
-            found.append(request)
-        return found
+            ended.append(request)
+        return ended
 
     def _preempt(self, now_s: float) -> bool:
         """Move the newest sequences back to the queue until every other one can grow."""

@@ -90,20 +90,20 @@ def comparison_figure() -> Any:
     return load_library("matplotlib.figure", "--plot", "the table or --json").Figure
 
 
-def draw_comparison(found: Comparison, path: Path) -> None:
+def draw_comparison(comparison: Comparison, path: Path) -> None:
     """Write a PNG of the policies, beside the cheapest fixed deployment that is not worse than the
     best of them. Raises ConfigError if ``path`` can't be written."""
     figure = comparison_figure()(figsize=(11, 9), layout="constrained")
     load, workers, attainment = figure.subplots(3, sharex=True)
-    _draw_load(load, found.results[0])
-    for result in _shown(found):
+    _draw_load(load, comparison.results[0])
+    for result in _shown(comparison):
         style = "--" if result.policy.startswith(("fixed", ORACLE)) else "-"
         minutes = [sample.at_s / 60 for sample in result.samples]
         held = [s.ready + s.starting + s.draining + s.prefill_ready for s in result.samples]
         label = f"{result.policy}: {result.gpu_hours:.2f} GPU-hours, {result.attainment:.1%}"
         workers.step(minutes, held, style, where="post", label=label)
-        known = [(at + 0.5, 100 * s) for at, s in enumerate(result.minutes) if s is not None]
-        attainment.plot([at for at, _ in known], [share for _, share in known], style)
+        points = [(at + 0.5, 100 * s) for at, s in enumerate(result.minutes) if s is not None]
+        attainment.plot([at for at, _ in points], [share for _, share in points], style)
     workers.set_ylabel("workers that hold GPUs")
     workers.legend(fontsize="small")
     attainment.set_ylabel("requests within targets (%)")
@@ -124,16 +124,16 @@ def _draw_load(axes: Any, result: ReplayResult) -> None:
     axes.set_ylabel("arrivals (1/s)")
 
 
-def _shown(found: Comparison) -> list[ReplayResult]:
-    shown = list(found.results)
-    if found.baseline is None:
-        return shown
-    best = max(result.attainment for result in shown)
-    enough = [run for run in found.baseline.fixed if run.attainment >= best]
-    fixed = enough[0] if enough else found.baseline.fixed[-1]
-    if all(result.policy != fixed.policy for result in shown):
-        shown.append(fixed)
-    return shown
+def _shown(comparison: Comparison) -> list[ReplayResult]:
+    results = list(comparison.results)
+    if comparison.baseline is None:
+        return results
+    best = max(result.attainment for result in results)
+    enough = [run for run in comparison.baseline.fixed if run.attainment >= best]
+    fixed = enough[0] if enough else comparison.baseline.fixed[-1]
+    if all(result.policy != fixed.policy for result in results):
+        results.append(fixed)
+    return results
 
 
 class SchedulePolicy:
@@ -255,8 +255,8 @@ class Baseline:
     ) -> Baseline:
         """Let the oracle look for the cheapest schedule with ``attainment``."""
         oracle = Oracle(requests, setup)
-        found = oracle.search(attainment)
-        enough = [run for run in (found, *fixed) if run.attainment >= found.attainment]
+        schedule = oracle.search(attainment)
+        enough = [run for run in (schedule, *fixed) if run.attainment >= schedule.attainment]
         best = min(enough, key=lambda run: run.gpu_hours)
         return cls(fixed, oracle.runs, replace(best, policy=ORACLE))
 

@@ -240,14 +240,14 @@ def _spread(times_s: Sequence[float]) -> list[float]:
 
 def sorted_by_arrival(requests: Iterable[ReplayRequest]) -> list[ReplayRequest]:
     """Sort by ``at_s``; the indices of parents follow."""
-    given = list(requests)
-    order = sorted(range(len(given)), key=lambda number: given[number].at_s)
-    place = {old: new for new, old in enumerate(order)}
-    return [_move(given[number], place) for number in order]
+    originals = list(requests)
+    order = sorted(range(len(originals)), key=lambda number: originals[number].at_s)
+    new_index = {old: new for new, old in enumerate(order)}
+    return [_move(originals[number], new_index) for number in order]
 
 
-def _move(request: ReplayRequest, place: dict[int, int]) -> ReplayRequest:
-    parent = None if request.parent is None else place[request.parent]
+def _move(request: ReplayRequest, new_index: dict[int, int]) -> ReplayRequest:
+    parent = None if request.parent is None else new_index[request.parent]
     return replace(request, parent=parent)
 
 

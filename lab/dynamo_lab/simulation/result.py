@@ -245,9 +245,9 @@ class ReplayResult:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``--json``: everything but the course over time."""
-        found = asdict(self)
-        del found["samples"], found["minutes"]
-        return found
+        fields = asdict(self)
+        del fields["samples"], fields["minutes"]
+        return fields
 
 
 def summarize(
@@ -261,7 +261,7 @@ def summarize(
     total = cluster.total
     served = [request for request in cluster.ended if not request.rejected]
     minutes = _minutes(cluster, cluster.setup)
-    known = [share for share in minutes if share is not None]
+    shares = [share for share in minutes if share is not None]
     ttfts = sorted(request.ttft_s for request in served)
     itls = sorted(request.itl_s for request in served if request.osl > 1)
     return ReplayResult(
@@ -271,7 +271,7 @@ def summarize(
         ttft_p50_ms=_percentile_ms(ttfts, 0.5),
         ttft_p99_ms=_percentile_ms(ttfts, 0.99),
         itl_p99_ms=_percentile_ms(itls, 0.99),
-        worst_minute=min(known, default=None),
+        worst_minute=min(shares, default=None),
         actions=planner.actions,
         workers_changed=planner.workers_changed,
         reversals=planner.reversals,

@@ -20,16 +20,16 @@ class VirtualClock:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
 
-    def at(self, due_s: float, callback: Callable[..., None], *given: Any) -> None:
+    def at(self, due_s: float, callback: Callable[..., None], *arguments: Any) -> None:
         """Call ``callback(*given)`` at ``due_s``, or now if that has passed."""
-        heappush(self._queue, (max(due_s, self.now_s), next(self._order), callback, given))
+        heappush(self._queue, (max(due_s, self.now_s), next(self._order), callback, arguments))
 
     def run_next(self) -> bool:
         """Run the next callback; return False if there is none."""
         if not self._queue:
             return False
-        self.now_s, _, callback, given = heappop(self._queue)
-        callback(*given)
+        self.now_s, _, callback, arguments = heappop(self._queue)
+        callback(*arguments)
         return True
 
 
