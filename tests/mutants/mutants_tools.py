@@ -138,8 +138,8 @@ TOOLS = (
     Mutant(
         "buckets-that-do-not-add-up",
         "dynamo.observability.metrics",
-        "        running += count\n        yield Sample(bucket, place, running)",
-        "        running += count\n        yield Sample(bucket, place, count)",
+        "        running += count\n        yield Sample(bucket, bound, running)",
+        "        running += count\n        yield Sample(bucket, bound, count)",
         ("unit/observability/test_exposition.py::test_plain_text",),
     ),
     Mutant(
