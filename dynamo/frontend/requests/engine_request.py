@@ -55,8 +55,8 @@ class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
 
     It alone changes itself: its owner, its queues and the dispatch call a method for each event.
-    Of its owner it calls five: ``sent``, ``computing``, ``output_ready``, ``engine_request_done``
-    and ``fail``; the owner's metrics learn the rest.
+    Of its owner it calls ``sent``, ``computing``, ``output_ready``, ``engine_request_done`` and
+    ``fail``, and passes on the comments of its queue; the owner's metrics learn the rest.
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
