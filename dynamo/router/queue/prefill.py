@@ -115,9 +115,9 @@ class PrefillQueue(Generic[T]):
     @property
     def is_blocked(self) -> bool:
         """Whether requests wait although a worker, which is busy, has a free slot."""
-        busy = self._busy() if self._pins else ()
-        return any(
-            worker_id in busy and self._has_free_slot(worker_id) for worker_id in self._workers
+        return bool(self._pins) and any(
+            worker_id in self._workers and self._has_free_slot(worker_id)
+            for worker_id in self._busy()
         )
 
     @property
@@ -240,8 +240,9 @@ class PrefillQueue(Generic[T]):
         return load.tokens < load.capacity.tokens and load.requests < load.capacity.requests
 
     def _starts_at_once(self, pin: int | None) -> bool:
-        free = self.free_workers
-        return self._head(pin) is None and (bool(free) if pin is None else pin in free)
+        if self._head(pin) is not None:
+            return False
+        return bool(self.free_workers) if pin is None else pin in self.free_workers
 
     def _rank(self, request: T) -> SortKey:
         rank: SortKey = self._heaps[self._pins[request]].key(request)
