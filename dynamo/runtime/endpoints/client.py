@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Generator
+from itertools import filterfalse
 from typing import Any
 
 from dynamo.errors import (
@@ -273,15 +274,9 @@ class Client:
     def _usable(self) -> list[int]:
         if not self._instances:
             raise NoInstances(f"Unavailable: No workers available for endpoint {self.path}")
-        usable = [
-            instance_id for instance_id in self._instances if not self.is_inhibited(instance_id)
-        ]
+        usable = list(filterfalse(self.is_inhibited, self._instances))
         # All are avoided, some perhaps no longer with reason. One that hangs costs seconds to try.
-        if not usable:
-            usable = [
-                instance_id for instance_id in self._instances if not self.is_silent(instance_id)
-            ]
-        return usable or self.instance_ids()
+        return usable or list(filterfalse(self.is_silent, self._instances)) or self.instance_ids()
 
     def _call(
         self, instance_id: int, request: Any, annotated: bool, context: Context | None
