@@ -7,7 +7,6 @@ from random import Random
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.router.modes.kv import KvPicker
-from dynamo.router.modes.kv_metrics import DecisionMetrics
 from dynamo.router.modes.picker import InflightPicker, Picker
 
 _KV_ONLY = (
@@ -125,10 +124,9 @@ def make_picker(
     block_size: int,
     *,
     index: RadixTree | None = None,
-    metrics: DecisionMetrics | None = None,
     random: Random | None = None,
 ) -> Picker:
-    """Return the picker of ``settings.mode``; ``index`` and ``metrics`` are for the kv mode."""
+    """Return the picker of ``settings.mode``; ``index`` is for the kv mode."""
     if settings.mode == "kv":
-        return KvPicker(settings, block_size, index, metrics, random)
+        return KvPicker(settings, block_size, index, random=random)
     return InflightPicker(settings.mode, random, settings)

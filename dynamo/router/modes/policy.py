@@ -1,7 +1,7 @@
 """The kv mode with a policy that chooses among the weighed workers.
 
 A policy must not stop the router: one that fails or takes too long is switched off, and the
-built-in cost goes on.
+built-in cost replaces it.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ class PolicyPicker(KvPicker):
         policy: GuardedPolicy,
         metrics: DecisionMetrics | None = None,
         random: Random | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(settings, block_size, index, metrics, random, clock)
+        super().__init__(settings, block_size, index, metrics, random)
         self._policy = policy
         self._prompt: HashedPrompt | None = None
         self._chosen_by = ""
