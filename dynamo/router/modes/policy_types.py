@@ -231,17 +231,13 @@ _SAMPLE = (
 def _policy_class(kind: str, directory: Path, where: str) -> Callable[..., Any]:
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
-    module_name, colon, name = kind.rpartition(":")
+    source, colon, name = kind.rpartition(":")
+    policy_class: Callable[..., Any]
     try:
-        policy: Any
         if colon:
-            is_file = module_name.endswith(".py")
-            module = (
-                _from_file(directory / module_name)
-                if is_file
-                else importlib.import_module(module_name)
-            )
-            policy = getattr(module, name)
+            is_file = source.endswith(".py")
+            module = _from_file(directory / source) if is_file else importlib.import_module(source)
+            policy_class = getattr(module, name)
         else:
             from importlib.metadata import entry_points  # takes 25 ms
 
@@ -251,14 +247,13 @@ def _policy_class(kind: str, directory: Path, where: str) -> Callable[..., Any]:
                     f"{where}: unknown type; give FILE.py:CLASS, MODULE:CLASS, or one of "
                     f"{', '.join([WEIGHTED, *_BUILT_IN, *entries])}"
                 )
-            policy = entries[kind].load()
+            policy_class = entries[kind].load()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
-    if not callable(policy):
+    if not callable(policy_class):
         raise ConfigError(f"{where}: {name} is no class")
-    policy_class: Callable[..., Any] = policy
     return policy_class
 
 
