@@ -8,14 +8,14 @@ from dynamo.config.option import argument, flag, option, variable
 from dynamo.config.programs import ENGINES
 from dynamo.protocols.status import CONTENT_MB
 
+_NAMESPACE = "namespace of the deployment; default: DYN_NAMESPACE, else the only one"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentSettings:
     """deployment: which one"""
 
-    namespace: str | None = flag(
-        None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
-    )
+    namespace: str | None = flag(None, help=_NAMESPACE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,7 @@ class StateSettings:
         choices=("show", "repair"),
         help="show: print the components; repair: make statefile and processes agree",
     )
-    namespace: str | None = flag(
-        None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
-    )
+    namespace: str | None = flag(None, help=_NAMESPACE)
     json: bool = flag(False, help="with show: print JSON")
     dry_run: bool = flag(False, help="with repair: only say what it would do")
 
@@ -206,9 +204,7 @@ class KeySettings:
         help="the file of the frontend, made with mode 0600 if it does not exist; default: that of "
         "the running deployment",
     )
-    namespace: str | None = flag(
-        None, help="namespace of the deployment; default: DYN_NAMESPACE, else the only one"
-    )
+    namespace: str | None = flag(None, help=_NAMESPACE)
 
 
 @dataclass(frozen=True, kw_only=True)
