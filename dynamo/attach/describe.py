@@ -68,13 +68,13 @@ class ServerProbe:
             self._client.close()
 
     async def _ask(self, message: bytes) -> tuple[int, bytes]:
-        kept = self._client is not None and self._client.usable
+        reused = self._client is not None and self._client.usable
         try:
             async with asyncio.timeout(self._timeout_s):
                 try:
                     return await self._send(message)
                 except ResponseError:
-                    if not kept:
+                    if not reused:
                         raise
                     # The server closes an idle connection when it likes, also at this moment.
                     return await self._send(message)

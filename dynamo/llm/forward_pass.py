@@ -297,8 +297,8 @@ class FpmEventSubscriber:
         gone = self._cards.pop(event.key, None)
         if event.value is None:
             # An adapter has a card, too: the worker has left when its last one has.
-            left = {worker_id for worker_id, _ in self._cards.values()}
-            if gone is not None and gone[0] not in left:
+            remaining = {worker_id for worker_id, _ in self._cards.values()}
+            if gone is not None and gone[0] not in remaining:
                 for key in [key for key in self._newest if key[0] == str(gone[0])]:
                     del self._newest[key]
             return

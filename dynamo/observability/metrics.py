@@ -164,12 +164,12 @@ class SampleLabels(dict[str, str]):
 
     def with_bucket(self, limit: str) -> SampleLabels:
         """These labels and ``le``, which needs no escaping."""
-        made = SampleLabels.__new__(SampleLabels)
-        made.update(self)
-        made["le"] = limit
+        labels = SampleLabels.__new__(SampleLabels)
+        labels.update(self)
+        labels["le"] = limit
         first, rest = self._joined[0] if self else ("le", "")
-        made._joined = ((first, _Escaped(f'{rest}",le="{limit}' if self else limit)),)
-        return made
+        labels._joined = ((first, _Escaped(f'{rest}",le="{limit}' if self else limit)),)
+        return labels
 
 
 def _escaped(text: str) -> str:

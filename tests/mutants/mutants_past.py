@@ -129,7 +129,7 @@ PAST = (
     Mutant(
         "passes-of-a-worker-go-with-its-adapter",
         "dynamo.llm.forward_pass",
-        "if gone is not None and gone[0] not in left:",
+        "if gone is not None and gone[0] not in remaining:",
         "if gone is not None:",
         ("unit/llm/test_forward_pass.py::test_a_worker_publishes_its_passes",),
     ),

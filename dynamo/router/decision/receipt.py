@@ -127,9 +127,9 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
 
     def _keep(self, indices: list[int], **columns: Any) -> Self:
         """Return the same for the ranks at ``indices`` in ``slots``, the chosen one first."""
-        kept = self.constraints
-        if kept is not None:  # no excluded rank is left to explain
-            kept = msgspec.structs.replace(kept, allowed=None, lacking={}, single=())
+        constraints = self.constraints
+        if constraints is not None:  # no excluded rank is left to explain
+            constraints = msgspec.structs.replace(constraints, allowed=None, lacking={}, single=())
         slots = [self.slots[index] for index in indices]
         ranks = sum(worker_id >= 0 for worker_id, _ in self.owners)
         return msgspec.structs.replace(
@@ -139,7 +139,7 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             chosen=0,  # the first of ``indices``
             eligible=len(self.slots),
             omitted=ranks - len(slots),
-            constraints=kept,
+            constraints=constraints,
             **columns,
         )
 

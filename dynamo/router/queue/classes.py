@@ -182,7 +182,7 @@ class Turn(NamedTuple, Generic[E]):
     """A class that may be served next, after ``rounds`` of the ring, with its head."""
 
     rounds: int
-    place: int
+    position: int
     queue_class: QueueClass[E]
     head: E
 
@@ -220,7 +220,7 @@ class Turns(Generic[E]):
         """
         for other in (*waiting, turn):
             # Classes before the chosen one in the ring were passed once more than those after it.
-            rounds = turn.rounds if other.place <= turn.place else max(turn.rounds - 1, 0)
+            rounds = turn.rounds if other.position <= turn.position else max(turn.rounds - 1, 0)
             other.queue_class.credit += rounds * other.queue_class.quantum
         turn.queue_class.credit -= uncached_tokens(turn.head)
         self._current = self._classes.index(turn.queue_class)

@@ -139,7 +139,8 @@ def at_caller(error: DynamoError) -> DynamoError:
     if type(error) is InvalidArgument or isinstance(error, _CallerError):
         return error
     # Not by the constructor: those of the errors take different arguments.
-    converted = _caller_class(type(error)).__new__(_caller_class(type(error)))
+    caller_class = _caller_class(type(error))
+    converted = caller_class.__new__(caller_class)
     converted.__dict__.update(error.__dict__)
     converted.args = (f"{_kind(error)}: {_text(error)}",)
     return converted
