@@ -248,7 +248,7 @@ class Top:
                     return
 
     def _on_key(self, key: str) -> bool:
-        """Handle a key; return whether to go on."""
+        """Handle a key; return whether to continue."""
         # Any key but y is a no, also one that has a meaning of its own.
         if self._asked is not None:
             asked, self._asked = self._asked, None

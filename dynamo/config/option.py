@@ -1,7 +1,7 @@
 """An option is a dataclass field with a flag, a variable, a range and a help text.
 
-A settings group is a frozen dataclass whose fields are made by :func:`option`. Flags override
-variables, and variables override defaults.
+A settings group is a frozen dataclass whose fields are made by :func:`option`, :func:`flag`,
+:func:`argument` and :func:`variable`. Flags override variables, and variables override defaults.
 """
 
 from __future__ import annotations

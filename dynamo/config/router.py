@@ -221,7 +221,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
                 object.__setattr__(self, name, value)
 
     def overridden(self, values: Mapping[str, Any]) -> RouterSettings:
-        """Return these settings with ``values`` ones in place; unknown names are ignored.
+        """Return these settings with ``values`` in place; unknown names are ignored.
 
         Raises ConfigError for a value out of range.
         """

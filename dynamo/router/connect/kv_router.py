@@ -208,7 +208,7 @@ class ConnectedKvRouter(ConnectedRouter):
         """Stop following, refuse queued requests, remove all workers. Idempotent."""
         self._closed = True
         if self.queue is not None:
-            # First: while this awaits the rest, an open queue would go on routing.
+            # First: while this awaits the rest, an open queue would continue to route.
             self.queue.close()
         self.maintenance.close()
         if self.events is not None:
