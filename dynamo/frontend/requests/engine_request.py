@@ -311,7 +311,7 @@ class EngineRequest:
 
     @property
     def can_migrate(self) -> bool:
-        """Whether another worker can continue exactly here, the limit aside."""
+        """Whether another worker can continue exactly here, ignoring the limit."""
         return self.retries.can_continue(self.tokens)
 
     def leave_worker(self, error: DynamoError) -> int:

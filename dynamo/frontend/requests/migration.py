@@ -196,7 +196,7 @@ class Retries:
         self._has_bare_text = False
 
     def can_continue(self, count: int) -> bool:
-        """Whether another worker can continue exactly after ``count`` tokens, the limit aside."""
+        """Whether another worker can go on exactly after ``count`` tokens, ignoring the limit."""
         return self.generated is not None or not (count or self._has_bare_text)
 
     def bare_text(self) -> None:

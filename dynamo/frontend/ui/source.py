@@ -314,7 +314,7 @@ class BoxSource:
 
 
 def with_own_figures(status: BoxStatus, own: FrontendStatus) -> BoxStatus:
-    """Return ``found``, which has no deployment, with the models and workers of a frontend."""
+    """Return ``status``, which has no deployment, with the models and workers of a frontend."""
     return msgspec.structs.replace(
         status,
         frontend="draining" if own.draining else "ready",

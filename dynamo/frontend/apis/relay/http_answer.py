@@ -90,7 +90,7 @@ def find_usage(text: bytes) -> Usage | None:
 
 
 def _object_after(text: str, position: int) -> dict[str, Any] | None:
-    """The object that follows the colon at ``place``, if there is one, whole."""
+    """The object that follows the colon at ``position``, if there is one, whole."""
     following = text[position : position + 4096].lstrip()
     if not following.startswith(":"):
         return None
