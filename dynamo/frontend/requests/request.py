@@ -278,9 +278,7 @@ class ActiveRequest:
     def engine_request_done(self) -> None:
         """An engine request has ended without an error; after the last one, complete the answer."""
         self._open -= 1
-        self._working -= 1
-        if not self._working:
-            self.last_activity_s = NEVER
+        self.computing(False)
         if not self.closed and not self._open:
             try:
                 self._writer.complete(self)

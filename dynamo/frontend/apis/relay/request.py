@@ -237,13 +237,8 @@ class RelayedEngineRequest(EngineRequest):
             return
         if not self.first_token_s:
             self._message = b""  # no other worker gets it now
-            self.answering = True
-            if self.retries.lost:
-                self._dispatch.trial_over(self)
-            self.first_token_s = self.last_token_s = now
-            self.picker.mark_prefill_complete(self.id)
-            request.metrics.first_token(now)
-            self.retries.end("success")
+            self._answer_begins(now, 1)
+            self.last_token_s = now
         if count:
             self._count(count, now)
         if request.streaming:
