@@ -108,17 +108,11 @@ class PrefixDetokenizer:
 
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        before, text = self._texts()
+        text = self._decode(self._ids, False)
         count = len(self._ids) - self._read
         if text.endswith("\ufffd") and count <= _MAX_HELD_TOKENS:
             return ""
-        return self._advance(before, text)
-
-    def _texts(self) -> tuple[str, str]:
-        return self._decode(self._ids[: self._read], False), self._decode(self._ids, False)
-
-    def _advance(self, before: str, text: str) -> str:
-        """Return what ``text`` adds to ``before``, the text of the ids already read."""
+        before = self._decode(self._ids[: self._read], False)  # already shown
         if len(text) <= len(before):
             return ""
         # The tokens read last are the context for the next ones; older ones leave the window.
