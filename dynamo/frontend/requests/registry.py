@@ -16,6 +16,7 @@ from dynamo.frontend.requests.errors import (
     DYNAMO_ERRORS,
     BackendSilent,
     ErrorShape,
+    Labels,
     error_response,
     explained,
     id_headers,
@@ -163,11 +164,8 @@ class RequestRegistry:
 
         ``request`` is the model and ``request_type``.
         """
-        model, request_type = request
-        failure = labels(error)
-        self.metrics.failures[failure.failure_class, failure.reason].value += 1
-        self.metrics.outcomes(model).failed(endpoint, request_type, failure.error_type)
-        self._record_refused(exchange, endpoint, model, failure.error_type)
+        self._count_refused(exchange, endpoint, request, labels(error))
+        model, _ = request
         answer, shape = explained(error, model), self.error_shape(endpoint, exchange)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(answer))
@@ -184,16 +182,17 @@ class RequestRegistry:
 
     def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
-        failure = labels(Cancelled())
         self.metrics.disconnected.value += 1
-        self.metrics.failures[failure.failure_class, failure.reason].value += 1
-        kind = "stream" if streams else "unary"
-        self.metrics.outcomes(model).failed(endpoint, kind, failure.error_type)
-        self._record_refused(exchange, endpoint, model, failure.error_type)
+        request = (model, "stream" if streams else "unary")
+        self._count_refused(exchange, endpoint, request, labels(Cancelled()))
 
-    def _record_refused(self, exchange: Exchange, endpoint: str, model: str, outcome: str) -> None:
-        recent = self.metrics.recent
-        ended = recent.refuse(endpoint, model, outcome, exchange)
+    def _count_refused(
+        self, exchange: Exchange, endpoint: str, request: tuple[str, str], failure: Labels
+    ) -> None:
+        model, request_type = request
+        self.metrics.failures[failure.failure_class, failure.reason].value += 1
+        self.metrics.outcomes(model).failed(endpoint, request_type, failure.error_type)
+        ended = self.metrics.recent.refuse(endpoint, model, failure.error_type, exchange)
         if ended.resumed_s:
             self.metrics.worker_wait_stage.observe(ended.worker_wait_s())
         if self.tracing is not None:
