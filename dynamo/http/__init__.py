@@ -2,7 +2,7 @@
 
 from dynamo.http.connection import WriteBatch
 from dynamo.http.errors import HttpStatusError, error_body, openai_error, reason_phrase
-from dynamo.http.exchange import NEVER, Exchange
+from dynamo.http.exchange import NEVER, Exchange, query_fields
 from dynamo.http.head import HttpLimits
 from dynamo.http.server import HttpServer
 
@@ -15,5 +15,6 @@ __all__ = [
     "WriteBatch",
     "error_body",
     "openai_error",
+    "query_fields",
     "reason_phrase",
 ]

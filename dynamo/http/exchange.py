@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from email.utils import formatdate
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 from dynamo._fast.http_chunk import http_chunk
 from dynamo.http.api_keys import ApiKey
@@ -122,6 +123,11 @@ def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
         f"{name}: {value.translate(_BREAKS)}\r\n".encode("latin-1", "replace")
         for name, value in headers
     )
+
+
+def query_fields(query: str, most: int | None = None) -> dict[str, str]:
+    """The fields of a query, the last of each name. Raises ValueError for more than ``most``."""
+    return {name: values[-1] for name, values in parse_qs(query, max_num_fields=most).items()}
 
 
 def _with_id(headers: Sequence[tuple[str, str]], request_id: str) -> Sequence[tuple[str, str]]:

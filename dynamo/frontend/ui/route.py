@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -18,7 +18,7 @@ from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.access import OperatorGuard, operator_name
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus, RequestRecord
@@ -127,7 +127,7 @@ class UiRoutes:
 
     def _show_history(self, exchange: Exchange) -> None:
         """Answer ``?range=10m&subject=&after=0``; ``after`` is Unix time."""
-        query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
+        query = query_fields(exchange.query)
         after = query.get("after", "0")
         try:
             if not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
@@ -196,7 +196,7 @@ class UiRoutes:
         await _answer(exchange, self.store.stored())
 
     async def _find(self, exchange: Exchange) -> None:
-        text = parse_qs(exchange.query).get("find", [""])[-1]
+        text = query_fields(exchange.query).get("find", "")
         await _answer(exchange, self.store.find(text), "models")
 
 

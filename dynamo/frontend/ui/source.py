@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -19,7 +18,7 @@ from dynamo.frontend.ui.history import History, figures_of
 from dynamo.frontend.ui.model_store import ModelStore
 from dynamo.frontend.ui.requests import PeerRequests
 from dynamo.frontend.ui.stream import EventStreams, event
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
@@ -97,7 +96,7 @@ class StatusSampler:
 
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
-        section = parse_qs(exchange.query).get("show", [""])[-1]
+        section = query_fields(exchange.query).get("show", "")
         if self.pages.open(exchange, section):
             self._shown.discard(section)  # the new page needs what the others have already
             if self._events:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path, PurePath
-from urllib.parse import parse_qs
 
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.exchange import NEVER
 from dynamo.http.routes import Routes
 from dynamo.observability.logs import counted
@@ -115,7 +114,7 @@ class LogStreams:
 
     def open(self, exchange: Exchange) -> None:
         """Stream the log that the query names: ``name=dynamo_Worker``."""
-        name = parse_qs(exchange.query).get("name", [""])[-1]
+        name = query_fields(exchange.query).get("name", "")
         try:
             names = select_watchers(self._directory, self._namespace, "")
         except InvalidArgument as error:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import orjson
 
@@ -24,7 +23,7 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.headers import new_request_id
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.routes import Route, Routes
 
 _PATH = "/v1/messages"
@@ -52,7 +51,7 @@ def model_page(listed: Sequence[ListedModel], query: str) -> dict[str, Any]:
 
     Raises InvalidArgument.
     """
-    fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
+    fields = query_fields(query, 8)
     limit = _limit(fields.get("limit"))
     names = [model.name for model in listed]
     begin, end = 0, len(names)

@@ -19,7 +19,6 @@ import time
 from array import array
 from hashlib import blake2b
 from typing import NamedTuple
-from urllib.parse import parse_qs
 
 import msgspec
 from msgspec.structs import replace
@@ -31,7 +30,7 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
-from dynamo.http import NEVER, Exchange
+from dynamo.http import NEVER, Exchange, query_fields
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
@@ -232,7 +231,7 @@ class _Query(NamedTuple):
 
 def _parse(query: str) -> _Query:
     """Read a query. Raises InvalidArgument."""
-    fields = {name: values[-1] for name, values in parse_qs(query).items()}
+    fields = query_fields(query)
     unknown = ", ".join(
         f"`{shorten(name)}`"
         for name in sorted(fields.keys() - {"model", "content", "seconds", "mb"})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from functools import partial
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -24,7 +23,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained, id_headers, with_retry
 from dynamo.frontend.requests.headers import routed
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import (
@@ -84,7 +83,7 @@ class ExplainRoutes:
 
     def _from_query(self, query: str) -> bytes:
         """The completion request that the query describes. Raises InvalidArgument."""
-        fields = {name: values[-1] for name, values in parse_qs(query).items()}
+        fields = query_fields(query)
         unknown = ", ".join(f"`{name}`" for name in sorted(fields.keys() - {"model", "prompt"}))
         if unknown or "prompt" not in fields:
             problem = f"not {unknown}" if unknown else "`prompt` is missing"

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -26,7 +26,7 @@ from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.metrics import GONE_MODELS, ModelMetrics
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import FrontendStatus, ModelFigures, WorkerFigures
 from dynamo.router.modes.kv import KvPicker
@@ -224,7 +224,7 @@ class RecentRoutes:
 
 def _parse(query: str) -> tuple[int, str, float]:
     """Return limit, model and cursor of a query. Raises InvalidArgument."""
-    fields = {name: values[-1] for name, values in parse_qs(query).items()}
+    fields = query_fields(query)
     unknown = sorted(fields.keys() - {"limit", "model", "after"})
     if unknown:
         names = ", ".join(f"`{shorten(name)}`" for name in unknown)

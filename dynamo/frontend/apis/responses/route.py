@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -36,7 +35,7 @@ from dynamo.frontend.apis.responses.store import ResponseStore, StoredResponse
 from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.http import Exchange
+from dynamo.http import Exchange, query_fields
 from dynamo.http.routes import Route, Routes
 from dynamo.observability.metrics import gauge
 
@@ -207,12 +206,11 @@ def _owner(exchange: Exchange) -> str:
 def _query(query: str) -> dict[str, str]:
     """The fields of a query, the last of each name. Raises InvalidArgument."""
     try:
-        fields = parse_qs(query, max_num_fields=_MAX_FIELDS)
+        return query_fields(query, _MAX_FIELDS)
     except ValueError:
         raise InvalidArgument(
             f"Validation: the query takes at most {_MAX_FIELDS} fields, got more"
         ) from None
-    return {name: values[-1] for name, values in fields.items()}
 
 
 def _input_items(stored: StoredResponse, query: str) -> bytes:
