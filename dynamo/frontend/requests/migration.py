@@ -4,7 +4,7 @@ The tokens that the client may have seen are never generated again: they follow 
 request for the next worker, and the limits on the output shrink by their number. The state of the
 answer (text, stop strings, parsers, log probabilities) stays in the frontend and goes on.
 
-Pure, except for the counters.
+Pure, except for the counters and their clock.
 """
 
 from __future__ import annotations
