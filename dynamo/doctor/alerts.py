@@ -152,13 +152,13 @@ def _is_awaited(model: ModelStatus) -> bool:
 
 
 def _traffic(rates: _Rates) -> Iterator[_Finding]:
-    failed = rates.failed
-    for model, number in rates.requests.items():
+    failed = rates.grown("failed")
+    for model, number in rates.grown("requests").items():
         share = failed.get(model, 0.0) / number
         if share > FAILING_SHARE:
             text = f"{share:.0%} of the requests of {model} fail; see: dynamo logs"
             yield REQUESTS_FAIL, model, Condition(text, model)
-    for model in rates.rejected:
+    for model in rates.grown("rejected"):
         text = f"all workers of {model} are busy and requests are rejected; add one"
         yield REQUESTS_REJECTED, model, Condition(text, model)
 
@@ -219,21 +219,6 @@ class _Rates:
         first = self._kept[0].counts
         self._last = {key: n - first.get(key, 0.0) for key, n in self._grown.items()}
 
-    @property
-    def requests(self) -> dict[str, float]:
-        """Requests that ended, by model."""
-        return self._of("requests")
-
-    @property
-    def failed(self) -> dict[str, float]:
-        """Those that failed."""
-        return self._of("failed")
-
-    @property
-    def rejected(self) -> dict[str, float]:
-        """Requests that were rejected, by model."""
-        return self._of("rejected")
-
     def _grow(self, name: str, counts: FrontendCounts) -> None:
         before = self._before.get(name)
         self._before[name] = counts
@@ -244,13 +229,13 @@ class _Rates:
         for key, number in _counters(name, counts).items():
             self._grown[key] = self._grown.get(key, 0.0) + number - old.get(key, 0.0)
 
-    def _of(self, what: str) -> dict[str, float]:
-        """Return by model how much a counter grew, where it did."""
-        return {of: number for (kind, of), number in self._last.items() if kind == what and number}
+    def grown(self, kind: str) -> dict[str, float]:
+        """Return by model or frontend how much the counters of one kind grew, where they did."""
+        return {key[1]: number for key, number in self._last.items() if key[0] == kind and number}
 
     def estimate_errors(self) -> Iterator[tuple[str, float]]:
         """Yield by frontend the error of expected first tokens, as a share of their time."""
-        for name, number in self._of("estimates").items():
+        for name, number in self.grown("estimates").items():
             took_s = self._last["first_tokens_s", name]
             if number >= _ENOUGH_ESTIMATES and took_s > 0:
                 yield name, self._last["estimate_error_s", name] / took_s
