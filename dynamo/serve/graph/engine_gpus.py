@@ -98,25 +98,18 @@ def memory_warnings(
     specs: Sequence[WatcherSpec], devices: Sequence[Gpu], needs: Mapping[str, EngineMemory]
 ) -> list[str]:
     """Return a line for each GPU of ``specs`` that other processes use, then one per service."""
-    warnings: list[str] = []
-    seen: set[int] = set()
-    warned: set[str] = set()
+    used: dict[int, Gpu] = {}
+    shortages: dict[str, str] = {}
+    measured = [gpu for gpu in devices if gpu.memory_bytes]
     for spec in specs:
-        gpus = [gpu for name in spec.gpus for gpu in devices if gpu.is_named(name)]
-        for gpu in gpus:
-            if gpu.index not in seen and gpu.memory_bytes:
-                seen.add(gpu.index)
-                warnings += _held(gpu)
-    for spec in specs:
+        gpus = [gpu for name in spec.gpus for gpu in measured if gpu.is_named(name)]
+        used |= {gpu.index: gpu for gpu in gpus}
         need = needs.get(spec.service)
-        if need is None or spec.service in warned:
+        if need is None or spec.service in shortages:
             continue
-        gpus = [gpu for name in spec.gpus for gpu in devices if gpu.is_named(name)]
-        lines = _shortages(spec, need, [gpu for gpu in gpus if gpu.memory_bytes])
-        if lines:
-            warned.add(spec.service)
-            warnings.append(lines[0])
-    return warnings
+        if shortage := _shortage(spec, need, gpus):
+            shortages[spec.service] = shortage
+    return [*(line for gpu in used.values() for line in _held(gpu)), *shortages.values()]
 
 
 def _held(gpu: Gpu) -> Iterable[str]:
@@ -135,13 +128,12 @@ def _held(gpu: Gpu) -> Iterable[str]:
     )
 
 
-def _shortages(spec: WatcherSpec, need: EngineMemory, gpus: Sequence[Gpu]) -> list[str]:
-    """Return what is wrong, the worst first."""
-    shortages = []
+def _shortage(spec: WatcherSpec, need: EngineMemory, gpus: Sequence[Gpu]) -> str:
+    """Return the worst of what is wrong; "" if nothing is."""
     for gpu in gpus:
         free = gpu.memory_bytes - gpu.used_bytes
         if need.weights_bytes > free:
-            shortages.append(
+            return (
                 f"{spec.service}: the weights take {_gib(need.weights_bytes)} on each GPU, but "
                 f"GPU {gpu.index} has {_gib(free)} free: the model cannot load; use more GPUs "
                 "(tensor-parallel-size), a quantized model, or end other processes"
@@ -149,17 +141,17 @@ def _shortages(spec: WatcherSpec, need: EngineMemory, gpus: Sequence[Gpu]) -> li
     for gpu in gpus:
         free = gpu.memory_bytes - gpu.used_bytes
         if need.share * gpu.memory_bytes > free:
-            shortages.append(
+            return (
                 f"{spec.service}: the engine reserves {need.share:.0%} of GPU {gpu.index}, "
                 f"but {free / gpu.memory_bytes:.0%} is free: set gpu-memory-utilization to "
                 f"{int(free / gpu.memory_bytes * 100) / 100:g} or less, or end other processes"
             )
     if gpus and 0 < spec.gpu < 1 and need.share > spec.gpu:
-        shortages.append(
+        return (
             f"{spec.service}: a worker gets {spec.gpu:g} of a GPU, but reserves {need.share:.0%} "
             f"of its memory: set gpu-memory-utilization to less than {spec.gpu:g}"
         )
-    return shortages
+    return ""
 
 
 def _gib(size_bytes: int) -> str:
@@ -228,10 +220,9 @@ def engine_flags(words: Iterable[str], directory: Path) -> EngineFlags:
 
     Raises ConfigError for a file that cannot be read.
     """
-    values: dict[str, Any] = {**flag_values(words)}
-    if "config" in values:
-        values = {**_read(directory / str(values["config"])), **values}
-    return EngineFlags(values)
+    flags = flag_values(words)
+    file = _read(directory / str(flags["config"])) if "config" in flags else {}
+    return EngineFlags({**file, **flags})
 
 
 def flag_values(words: Iterable[str]) -> dict[str, str | bool]:
