@@ -68,10 +68,8 @@ def override_hint(graph: Graph, flag: str) -> str:
         for group in settings_groups(service.program)
         if any(flag in option_of(field).flags for field in fields_of(group))
     ]
-    name = flag.lstrip("-")
-    return f"for a service: {' or '.join(f'--{owner}.{name}=VALUE' for owner in owners)}" * bool(
-        owners
-    )
+    options = " or ".join(f"--{owner}.{flag.lstrip('-')}=VALUE" for owner in owners)
+    return f"for a service: {options}" if owners else ""
 
 
 def check_engines(graph: Graph) -> None:
