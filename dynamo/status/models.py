@@ -163,9 +163,8 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
             models.setdefault(worker.model, []).append(worker)
     figures = model_figures(seen)
     by_id = {worker.worker: worker for worker in workers if worker.worker}
-    for name in sorted(
-        figures.keys() - models.keys()
-    ):  # adapters, and further models of one server
+    # Adapters, and further models of one server.
+    for name in sorted(figures.keys() - models.keys()):
         same_workers = [by_id[row.worker] for row in figures[name].workers if row.worker in by_id]
         if same_workers:
             models[name] = same_workers
@@ -212,12 +211,11 @@ def _model(
     waits: Mapping[str, str],
 ) -> ModelStatus:
     failed = next((worker for worker in workers if worker.state == "failed"), None)
-    first = failed or next((worker for worker in workers if worker.state == state), None)
+    first = failed or next((w for w in workers if w.state == state and state != "ready"), None)
     own_figures = figures.get(name)
-    told = first is not None and (failed is not None or state != "ready")
     vram = [worker.vram_bytes for worker in workers if worker.vram_bytes is not None]
     progress = [worker.progress for worker in workers if worker.progress is not None]
-    cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
+    cause, remedy = (first.cause, first.remedy) if first is not None else ("", "")
     holds = any(worker.state in ("ready", "loading") for worker in workers)
     if not workers and wanted.get(name):
         cause, remedy = "no worker runs", f"dynamo load {as_argument(name)}"
