@@ -421,7 +421,7 @@ class _Round:
             self._give_up(giver, self._workers[giver.name] - 1, rule)
         return True
 
-    def _spare_of_others(self, model: SharedModel) -> list[tuple[SharedService, str]]:
+    def _spare_of_others(self, model: SharedModel) -> list[_SourceWorker]:
         """The workers that a busy model may have of others: of idle ones, and surplus ones."""
         idle = [
             pair
@@ -437,7 +437,7 @@ class _Round:
         self._rules[service.name] = rule
         self._gpus.give_up(service, fewer)
 
-    def _idle(self, model: SharedModel) -> Iterator[tuple[SharedService, str]]:
+    def _idle(self, model: SharedModel) -> Iterator[_SourceWorker]:
         """Workers of idle models: of abandoned loads, then of the longest idle one."""
         idle = [other for other in self._others(model) if self._yields(other)]
         for other in sorted(idle, key=lambda other: (not other.abandoned, -(other.idle_s or 0.0))):
@@ -445,14 +445,14 @@ class _Round:
 
     def _surplus(
         self, model: SharedModel, late: bool, below: bool = False
-    ) -> Iterator[tuple[SharedService, str]]:
+    ) -> Iterator[_SourceWorker]:
         """Workers of busy models beyond the first; ``below``: of lower priorities only."""
         for other in self._busy(model):
             lower = other.priority < model.priority
             if lower or (not below and (late or other.priority == model.priority)):
                 yield from self._above(other, 1, f"{model.name} needs a worker")
 
-    def _last(self, model: SharedModel, late: bool) -> Iterator[tuple[SharedService, str]]:
+    def _last(self, model: SharedModel, late: bool) -> Iterator[_SourceWorker]:
         """The last worker of busy models that have had their turn."""
         for other in self._busy(model):
             if self._has_served(other, model, late):
@@ -484,9 +484,7 @@ class _Round:
             if other is not model and not other.is_cold and (other.abandoned or not starting):
                 yield other
 
-    def _above(
-        self, model: SharedModel, kept: int, rule: str
-    ) -> Iterator[tuple[SharedService, str]]:
+    def _above(self, model: SharedModel, kept: int, rule: str) -> Iterator[_SourceWorker]:
         """One pair for each worker of ``model`` above its minimum and ``kept``."""
         for service in reversed(model.services):
             for _ in range(self._workers[service.name] - max(kept, service.minimum)):
