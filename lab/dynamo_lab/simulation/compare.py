@@ -99,9 +99,9 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     for result in _shown(comparison):
         style = "--" if result.policy.startswith(("fixed", ORACLE)) else "-"
         minutes = [sample.at_s / 60 for sample in result.samples]
-        held = [s.ready + s.starting + s.draining + s.prefill_ready for s in result.samples]
+        counts = [s.ready + s.starting + s.draining + s.prefill_ready for s in result.samples]
         label = f"{result.policy}: {result.gpu_hours:.2f} GPU-hours, {result.attainment:.1%}"
-        workers.step(minutes, held, style, where="post", label=label)
+        workers.step(minutes, counts, style, where="post", label=label)
         points = [(at + 0.5, 100 * s) for at, s in enumerate(result.minutes) if s is not None]
         attainment.plot([at for at, _ in points], [share for _, share in points], style)
     workers.set_ylabel("workers that hold GPUs")
@@ -164,8 +164,8 @@ class SchedulePolicy:
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the scheduled workers."""
         workers = self.wanted(seen.now_s, seen.decode.asleep)
-        made = PoolDecision(pool=DECODE, wanted=workers, rule=f"scheduled {workers}")
-        return ScalingDecision(pools=(made,))
+        pool = PoolDecision(pool=DECODE, wanted=workers, rule=f"scheduled {workers}")
+        return ScalingDecision(pools=(pool,))
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Nothing depends on it."""

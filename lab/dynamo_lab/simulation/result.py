@@ -71,10 +71,10 @@ class ReplayPlanner:
         # The traffic of the time in which a blocking policy waits belongs to its next interval.
         self._before, self._before_s = replace(self._cluster.counters), self._clock.now_s
         pools = self._cluster.pools
-        wanted = [
-            (made.pool, made.wanted - pools[made.pool].view().workers) for made in decision.pools
+        deltas = [
+            (pool.pool, pool.wanted - pools[pool.pool].view().workers) for pool in decision.pools
         ]
-        changes = _Changes(decision, deque(change for change in wanted if change[1]))
+        changes = _Changes(decision, deque(change for change in deltas if change[1]))
         if not self._policy.blocking:
             self._begin()
         self._advance(changes)

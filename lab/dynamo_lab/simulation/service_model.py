@@ -21,7 +21,7 @@ class VirtualClock:
         self._order = count()
 
     def at(self, due_s: float, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call ``callback(*given)`` at ``due_s``, or now if that has passed."""
+        """Call ``callback(*arguments)`` at ``due_s``, or now if that has passed."""
         heappush(self._queue, (max(due_s, self.now_s), next(self._order), callback, arguments))
 
     def run_next(self) -> bool:
