@@ -17,7 +17,6 @@ from dynamo.protocols.status import (
     WorkerFigures,
     WorkerStatus,
 )
-from dynamo.serve.state.entries import ServiceEntries
 from dynamo.serve.state.view import DeploymentView
 
 _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
@@ -151,8 +150,7 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
     models: dict[str, list[WorkerStatus]] = {}
     loads: dict[str, list[LoadEffect]] = {}
     decode_models: set[str] = set()
-    services = seen.deployment.services
-    for service in services.values():
+    for service in seen.deployment.services.values():
         name = _served_name(service.name, service.model, workers)
         models.setdefault(name, [])
         decode_models |= set() if service.is_prefill else {name}
@@ -168,7 +166,7 @@ def model_statuses(seen: BoxView, workers: Sequence[WorkerStatus]) -> tuple[Mode
         same_workers = [by_id[row.worker] for row in figures[name].workers if row.worker in by_id]
         if same_workers:
             models[name] = same_workers
-    wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
+    wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen)
     waits = {
         planned.model: planned.waits_for
         for planned in (seen.planner.models if seen.planner else ())
@@ -245,9 +243,7 @@ def _holds(worker: WorkerStatus) -> bool:
     return worker.state != "asleep"
 
 
-def _idle_timeouts_s(
-    seen: BoxView, services: Mapping[str, ServiceEntries]
-) -> Mapping[str, tuple[float, float]]:
+def _idle_timeouts_s(seen: BoxView) -> Mapping[str, tuple[float, float]]:
     """Return after which idle time the planner removes the last worker of each model, and the time
     since an operator loaded it; models that it keeps are not there."""
     planner = seen.planner
@@ -255,7 +251,7 @@ def _idle_timeouts_s(
         return {}
     timeouts_s = dict.fromkeys(planner.on_demand, planner.idle_timeout_s)
     asked_at = dict.fromkeys(timeouts_s, 0.0)
-    for service in services.values():
+    for service in seen.deployment.services.values():
         if service.model in timeouts_s:
             idle_timeout_s = service.facts.model_args.idle_timeout
             if idle_timeout_s is not None:
