@@ -191,25 +191,23 @@ class DecisionWriter(LoopObserver):
 
 async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerControl) -> None:
     settings = control.settings
-    namespace = runtime.settings.namespace
+    directory = run_dir(runtime.settings)
     connector, sharing = backend.connector, backend.sharing
     sources = LiveSources(runtime, backend.frontends, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
-    state_file = StateFile(run_dir(runtime.settings) / PLANNER_FILE, settings)
-    metrics = PlannerMetrics(runtime.metrics, namespace, settings)
+    state_file = StateFile(directory / PLANNER_FILE, settings)
+    metrics = PlannerMetrics(runtime.metrics, runtime.settings.namespace, settings)
     observers = (
         state_file,
         metrics,
         tensorboard,
-        DecisionWriter(
-            run_dir(runtime.settings) / DECISIONS_FILE, BoxEventLog(run_dir(runtime.settings))
-        ),
+        DecisionWriter(directory / DECISIONS_FILE, BoxEventLog(directory)),
     )
 
     def policies(prefill: bool) -> Policy:
         return make_policy(control.settings, prefill)
 
-    seasons = SeasonStore(run_dir(runtime.settings) / SEASONS_FILE, not settings.no_operation)
+    seasons = SeasonStore(directory / SEASONS_FILE, not settings.no_operation)
     loop = ScalingLoop(
         connector, sources, settings, policies, observers, sharing=sharing, seasons=seasons
     )
