@@ -52,21 +52,19 @@ class DisaggregatedSizing:
     """Sizes both pools by their throughput, from a profile or learned."""
 
     def __init__(self, settings: PlannerSettings, profile: ProfiledCapacity | None) -> None:
-        self._itl_ms = settings.itl_ms
         self._learned = LearnedCapacity()
         self._capacity = profile or self._learned
         self._correct = profile is not None and not settings.no_correction
-
-    def aim(self, ttft_ms: float, itl_ms: float) -> None:
-        """Size for these targets; prefill workers are sized by throughput alone."""
-        self._itl_ms = itl_ms
 
     def observe(self, seen: Observation) -> None:
         """Take one interval."""
         self._learned.observe(seen)
 
-    def size(self, demand: Demand, seen: Observation) -> Sized | None:
-        """Return the workers; None before the capacity is known."""
+    def size(self, demand: Demand, seen: Observation, targets: Targets) -> Sized | None:
+        """Return the workers; None before the capacity is known.
+
+        Prefill workers are sized by throughput alone.
+        """
         prefill, decode = self._capacity.prefill, self._capacity.decode
         if prefill is None or decode is None or seen.prefill is None:
             return None
@@ -74,7 +72,7 @@ class DisaggregatedSizing:
             demand = _corrected(demand, seen, prefill, decode)
         wanted = Workers(
             prefill_workers(demand, prefill, seen.prefill.gpus_per_worker or 1.0),
-            decode_workers(demand, decode, seen.decode.gpus_per_worker or 1.0, self._itl_ms),
+            decode_workers(demand, decode, seen.decode.gpus_per_worker or 1.0, targets.itl_ms),
         )
         inputs = {
             "prefill_correction": demand.prefill_correction,
@@ -122,22 +120,17 @@ class AggregatedSizing:
     """Sizes one pool so that 9 in 10 requests keep the targets."""
 
     def __init__(self, settings: PlannerSettings, profile: ProfiledCapacity | None) -> None:
-        self._targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         self._profile = profile
         self._correct = not settings.no_correction
         self._meter = LoadMeter(aggregated=True, profile=self._profile)
         self._queued = 0
-
-    def aim(self, ttft_ms: float, itl_ms: float) -> None:
-        """Size for these targets."""
-        self._targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
 
     def observe(self, seen: Observation) -> None:
         """Take one interval."""
         self._meter.observe(seen, self._queued)
         self._queued = seen.traffic.queued
 
-    def size(self, demand: Demand, seen: Observation) -> Sized | None:
+    def size(self, demand: Demand, seen: Observation, targets: Targets) -> Sized | None:
         """Return the workers; None before the cost of a request is known."""
         if self._profile is not None and not self._correct:
             model: WorkerLoadModel | None = _as_profiled(self._profile, demand)
@@ -145,7 +138,7 @@ class AggregatedSizing:
             model = self._meter.model(DECODE)
         if model is None:
             return None
-        wanted = model.workers(demand.work_rate, self._targets)
+        wanted = model.workers(demand.work_rate, targets)
         estimates = {
             "estimated_ttft_ms": model.ttft_ms(demand.rate, wanted),
             "estimated_itl_ms": model.inter_token_ms(demand.rate, wanted),
@@ -216,7 +209,7 @@ class SlaPolicy(TargetedPolicy):
             "predicted_input_sequence_tokens": demand.isl,
             "predicted_output_sequence_tokens": demand.osl,
         }
-        sized = self._sizing.size(demand, seen)
+        sized = self._sizing.size(demand, seen, self._targets)
         if sized is None:
             return at_limits(seen, "the capacity of a worker is not learned yet", forecast)
         self._note(demand, sized, seen)
@@ -230,7 +223,6 @@ class SlaPolicy(TargetedPolicy):
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Keep these targets from the next decision on."""
         self._targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
-        self._sizing.aim(ttft_ms, itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Forget the starts that failed."""
@@ -254,7 +246,8 @@ class SlaPolicy(TargetedPolicy):
 
     def _note(self, demand: Demand, sized: Sized, seen: Observation) -> None:
         """Remember what was needed now, as long as it forbids a removal."""
-        more = self._sizing.size(replace(demand, rate=_DOWN_MARGIN * demand.rate), seen) or sized
+        higher = replace(demand, rate=_DOWN_MARGIN * demand.rate)
+        more = self._sizing.size(higher, seen, self._targets) or sized
         self._recent.append((seen.now_s, more.workers))
         longest_s = max(map(self._hold_s, seen.pools))
         while self._recent[0][0] <= seen.now_s - longest_s:
