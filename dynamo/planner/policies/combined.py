@@ -75,10 +75,10 @@ class CombinedPolicy(TargetedPolicy):
 
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
-        targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
+        self._targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         names = (PREFILL, DECODE) if prefill else (DECODE,)
         profile = read_capacity(settings.profile_results_dir)
-        self._pools = {name: _PoolSizing(name, targets, StartUpTime(profile)) for name in names}
+        self._pools = {name: _PoolSizing(name, StartUpTime(profile)) for name in names}
         self._forecast = RateForecast(_INTERVALS * self.interval_s)
         self._meter = LoadMeter(aggregated=not prefill, profile=profile)
         self._actions = ActionLimit()
@@ -99,26 +99,25 @@ class CombinedPolicy(TargetedPolicy):
             model = self._meter.model(name)
             if model is not None and self._forecast.known:
                 start_up, pool = sizing.start_up, _pool(seen, name)
-                need = sizing.need(model, self._outlook(sizing, seen, start_up.wake_s), seen)
+                need = sizing.need(model, self._outlook(seen, start_up.wake_s), seen, self._targets)
                 if pool.asleep:
                     # Workers beyond the sleeping ones take longer, a start: look further ahead.
-                    later = self._outlook(sizing, seen, start_up.seconds).later
-                    started = model.workers(later, sizing.targets) - pool.asleep
+                    later = self._outlook(seen, start_up.seconds).later
+                    started = model.workers(later, self._targets) - pool.asleep
                     need = replace(need, target=max(need.target, started))
                 needs[name] = need
         return self._decision(needs, seen)
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Keep these targets from the next decision on."""
-        for sizing in self._pools.values():
-            sizing.targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
+        self._targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Forget the starts that failed."""
         for name in failed:
             self._pools[name].start_up.failed(self._now_s)
 
-    def _outlook(self, sizing: _PoolSizing, seen: Observation, add_s: float) -> _Outlook:
+    def _outlook(self, seen: Observation, add_s: float) -> _Outlook:
         """Return the demand from the time on when a worker serves that takes ``add_s``."""
         start_s = add_s + self.interval_s
         ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * add_s
@@ -132,7 +131,7 @@ class CombinedPolicy(TargetedPolicy):
             most=float(path.max()),
             arriving=float(path[:first].sum()) * self._forecast.interval_s,
             served_s=first * self._forecast.interval_s,
-            backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.targets.mean_ttft_ms),
+            backlog=backlog(seen.traffic.queued, self._forecast.rate, self._targets.mean_ttft_ms),
         )
 
     def _unlearned(self, seen: Observation) -> Mapping[str, PoolDecision]:
@@ -259,14 +258,15 @@ class _Need:
 class _PoolSizing:
     """One pool: what it needed recently, and how long its workers start."""
 
-    def __init__(self, name: str, targets: Targets, start_up: StartUpTime) -> None:
+    def __init__(self, name: str, start_up: StartUpTime) -> None:
         self._name = name
-        self.targets = targets
         self.start_up = start_up
         self._recent: deque[tuple[float, int]] = deque()
         self._decisions = 0
 
-    def need(self, model: WorkerLoadModel, outlook: _Outlook, seen: Observation) -> _Need:
+    def need(
+        self, model: WorkerLoadModel, outlook: _Outlook, seen: Observation, targets: Targets
+    ) -> _Need:
         """Return what the pool needs."""
         ready = (seen.prefill or seen.decode).ready
         extra = 0
@@ -276,8 +276,8 @@ class _PoolSizing:
             extra = max(
                 math.ceil((work_s - ready * outlook.served_s) / (_DRAIN * seen.interval_s)), 0
             )
-        target = model.workers(outlook.later, self.targets)
-        most = max(model.workers(_DOWN_MARGIN * outlook.most, self.targets), target) + extra
+        target = model.workers(outlook.later, targets)
+        most = max(model.workers(_DOWN_MARGIN * outlook.most, targets), target) + extra
         self._decisions += 1
         wanted = Workers(most, 0) if self._name == PREFILL else Workers(0, most)
         self._recent.append((seen.now_s, clamp(wanted, seen).of(self._name)))
