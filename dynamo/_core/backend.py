@@ -1,4 +1,4 @@
-"""The names of Dynamo's Rust worker, which this package has not.
+"""The names of Dynamo's Rust worker, which this package does not provide.
 
 Dynamo's ``dynamo.common.backend`` imports them, and its vLLM handlers import that: so the names
 exist, and using one raises NotImplementedError. A package of its own name, as in Dynamo.

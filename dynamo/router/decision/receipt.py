@@ -7,12 +7,14 @@ decisions a second are copied; of others the total cost is kept. Pure.
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from array import array
 from collections.abc import Sequence
 from heapq import nsmallest
 from typing import Any, Self, TypeAlias
 
 import msgspec
+from msgspec import StructMeta
 
 from dynamo.protocols.status import RouteCandidate, RouteReceipt
 from dynamo.router.caches.prompt import TierCounts, effective_blocks
@@ -83,11 +85,14 @@ class _Narrowed(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     omitted: int = 0
 
 
-class RankInputs(_Narrowed, gc=False, frozen=True):
+class _AbstractStruct(StructMeta, ABCMeta):
+    """The class of a Struct with abstract methods."""
+
+
+class RankInputs(_Narrowed, gc=False, frozen=True, metaclass=_AbstractStruct):
     """A decision of ``mode``: ``slots`` were eligible, one of them is ``chosen`` (-1: none).
 
-    ``owners`` are indexed by slot. :meth:`candidates` and :meth:`choice` differ by mode:
-    subclasses have them, which a Struct of msgspec cannot declare as abstract.
+    ``owners`` are indexed by slot.
     """
 
     mode: str
@@ -117,13 +122,13 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             omitted=self.omitted + len(rows[MAX_CANDIDATES:]),
         )
 
+    @abstractmethod
     def candidates(self) -> list[RouteCandidate]:
         """Return the eligible ranks, the chosen one first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, count: int) -> str:
         """Return the reason of the choice among ``count`` ranks."""
-        raise NotImplementedError
 
     def _keep(self, indices: list[int], **columns: Any) -> Self:
         """Return the same for the ranks at ``indices`` in ``slots``, the chosen one first."""

@@ -153,7 +153,7 @@ class PrefillFit:
                 sample.seconds / (sample.prefills * a + sample.tokens * b + sample.attention * c)
                 for sample in self._samples
             )
-            # A few samples cannot tell the terms apart, but show the speed as a whole.
+            # A few samples show the speed as a whole, but not which term it comes from.
             self._prior = a * factor, b * factor, c * factor
 
     def fit(self) -> None:
