@@ -28,7 +28,7 @@ from dynamo.cli.main import VERBS
 FORKED = ("dynamo.frontend", "dynamo.mocker", "dynamo.attach")
 PRELOADED = (
     *(f"{module}.__main__" for module in FORKED),
-    *sorted({where.partition(":")[0] for where, _ in VERBS.values()}),
+    *sorted({f"dynamo.cli.{verb.run.partition(':')[0]}" for verb in VERBS.values()}),
 )
 # Both streams may write to one file.
 _WRITTEN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND

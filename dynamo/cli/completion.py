@@ -3,7 +3,7 @@
 The script asks the hidden verb ``__complete`` at each Tab, so it needs no update. An answer takes
 less than 0.1 s: nothing here imports more than the options and one YAML file.
 
-A test compares the table with what the verbs load.
+A test compares the options in the table of ``main`` with what the verbs load.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo.cli.main import SUBVERBS, VERBS
 from dynamo.cli.options import CompletionSettings
 from dynamo.config import environ, from_env, load
 from dynamo.config.option import fields_of
@@ -78,8 +79,6 @@ end
 complete -c dynamo -f -a '(__dynamo_complete)'
 """,
 }
-Verbs = Mapping[str, tuple[str, str]]
-"""Verb → (module, help)."""
 Values = Callable[[str, str], Iterable[str]]
 """The values of a kind (files, graphs, services, models, namespaces) for the text so far."""
 _KINDS = {
@@ -97,59 +96,12 @@ _OTHER_KINDS = {
 }
 _FILE_ENDS = ("_file", "_path", "_dir", "write", "trace", "output", "directory")
 _HELP = ("--help", "show the options")
-_DEPLOYMENT = "cli.options.DeploymentSettings"
-_WORKERS = ("cli.options.OperateSettings", _DEPLOYMENT)
-_MODEL = ("cli.options.LoadModelSettings", _DEPLOYMENT)
 _LAB = "dynamo_lab."
-# Verb, and the word behind it if there is one → module of dynamo or the lab, and class.
-_GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("cli.options.RunSettings",),
-    "init": ("cli.options.InitSettings",),
-    "serve": ("config.serve.ServeSettings",),
-    "reload": ("config.serve.ReloadSettings",),
-    "doctor": ("cli.options.DoctorSettings",),
-    "ps": ("cli.ps.PsSettings",),
-    "state": ("cli.options.StateSettings",),
-    "top": ("cli.options.TopSettings", _DEPLOYMENT),
-    "logs": ("cli.options.LogsSettings", _DEPLOYMENT),
-    "events": ("cli.options.EventsSettings", _DEPLOYMENT),
-    "stop": (_DEPLOYMENT,),
-    "remove": _MODEL,
-    "restart": _WORKERS,
-    "drain": _WORKERS,
-    "sleep": _WORKERS,
-    "wake": _WORKERS,
-    "list": ("cli.options.ListSettings",),
-    "pull": ("cli.options.PullSettings",),
-    "rm": ("cli.options.DeleteSettings",),
-    "load": _MODEL,
-    "unload": _MODEL,
-    "bench": ("config.client.BenchSettings",),
-    "record": ("cli.options.RecordSettings", "config.client.ClientSettings"),
-    "replay": ("cli.options.ReplayRequestSettings", "config.client.FrontendClientSettings"),
-    "profile": (f"{_LAB}profiler.settings.ProfileSettings",),
-    "web": ("cli.options.WebSettings",),
-    "chat": ("cli.options.ChatSettings", "config.client.ClientSettings"),
-    "route": ("cli.options.RouteSettings", "config.client.FrontendClientSettings"),
-    "explain": ("cli.options.RequestExplainSettings", "config.client.FrontendClientSettings"),
-    "planner explain": ("config.planner.ExplainSettings", _DEPLOYMENT),
-    "planner replay": (
-        f"{_LAB}simulation.settings.ReplaySettings",
-        "config.planner.PlannerSettings",
-    ),
-    "planner set": ("config.planner.SetSettings", _DEPLOYMENT),
-    "planner pause": (_DEPLOYMENT,),
-    "planner resume": (_DEPLOYMENT,),
-    "key": ("cli.options.KeySettings",),
-    "install-service": ("cli.options.InstallServiceSettings",),
-    "completion": ("cli.options.CompletionSettings",),
-    "version": (),
-}
 
 
 def subverbs(verb: str) -> tuple[str, ...]:
     """Return the words that may follow ``verb`` and have options of their own."""
-    return tuple(name.partition(" ")[2] for name in _GROUPS if name.startswith(f"{verb} "))
+    return tuple(SUBVERBS.get(verb, ()))
 
 
 def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
@@ -157,11 +109,11 @@ def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
 
     Imports only those: a group takes a millisecond.
     """
-    names = _GROUPS.get(f"{verb} {subverb}", _GROUPS.get(verb))
-    if names is None:  # the verb runs a module
+    names = SUBVERBS.get(verb, {}).get(subverb, VERBS[verb].options)
+    if names is None:
         return settings_groups(f"dynamo.{verb}")
     try:
-        return tuple(map(_group, names))
+        return tuple(map(_group, names.split()))
     except ModuleNotFoundError as error:
         if error.name != "dynamo_lab":
             raise
@@ -170,7 +122,8 @@ def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
 
 def _group(path: str) -> type[Any]:
     module, _, name = path.rpartition(".")
-    module = module if module.startswith(_LAB) else f"dynamo.{module}"
+    module = module if module.startswith(_LAB) else f"dynamo.{module or 'cli.options'}"
+    name = f"{name}Settings"
     group: type[Any] = getattr(importlib.import_module(module), name)
     return group
 
@@ -192,23 +145,21 @@ class VerbOptions:
     subverbs: tuple[str, ...] = ()
 
 
-def candidates(
-    verbs: Verbs, words: Sequence[str], current: str, values: Values
-) -> Iterator[Completion]:
+def candidates(words: Sequence[str], current: str, values: Values) -> Iterator[Completion]:
     """Yield what can replace ``current``, which follows ``words`` (without ``dynamo`` itself)."""
-    for completion in _all(verbs, list(words), current, values):
+    for completion in _all(list(words), current, values):
         if completion.word.startswith(current):
             yield completion
 
 
-def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterator[Completion]:
+def _all(words: list[str], current: str, values: Values) -> Iterator[Completion]:
     if not words:
-        yield from (Completion(verb, text) for verb, (_, text) in verbs.items())
+        yield from (Completion(verb, text) for verb, (_, text, _) in VERBS.items())
         yield Completion(*_HELP)
         return
     verb = words.pop(0)
     # Words after -- go to the engine.
-    if verb not in verbs or "--" in words:
+    if verb not in VERBS or "--" in words:
         return
     options = verb_options(verb, words[0] if words else "")
     if options.subverbs and not words:
@@ -294,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def answer(verbs: Verbs, argv: Sequence[str]) -> int:
+def answer(argv: Sequence[str]) -> int:
     """Print what can follow: the words of ``argv`` are the shell, then the words so far.
 
     bash sends its command line as one word instead, because it splits words at ``=`` and ``:``.
@@ -304,7 +255,7 @@ def answer(verbs: Verbs, argv: Sequence[str]) -> int:
         words = _split(words[0])[1:]
     *before, current = words or [""]
     values = _Values(before)
-    completions = list(candidates(verbs, before, current, values))
+    completions = list(candidates(before, current, values))
     if shell == "bash":
         # bash replaces only what follows the last of its word breaks.
         cut = max(current.rfind("="), current.rfind(":")) + 1

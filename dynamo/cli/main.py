@@ -10,53 +10,111 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from dynamo import __version__
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 
-VERBS = {
-    "run": ("dynamo.cli.run", "serve a model: an id on Hugging Face, a directory, a GGUF file"),
-    "remove": ("dynamo.cli.models", "take a model out of the running deployment"),
-    "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
-    "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
-    "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
-    "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
-    "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
-    "web": ("dynamo.cli.frontend_client:web", "print and open the web page of a deployment"),
-    "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
-    "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
-    "logs": ("dynamo.cli.logs", "show the output of processes"),
-    "events": (
-        "dynamo.cli.logs:events",
-        "list deaths, starts, decisions and operations with their users",
-    ),
-    "stop": ("dynamo.cli.background", "end the running deployment; requests in flight finish"),
-    "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
-    "drain": ("dynamo.cli.operate:drain", "let workers finish their requests and exit"),
-    "sleep": ("dynamo.cli.operate:sleep", "let workers free their GPU memory"),
-    "wake": ("dynamo.cli.operate:wake", "let workers that sleep serve again"),
-    "load": ("dynamo.cli.operate:load", "start a worker of a model that has none"),
-    "unload": ("dynamo.cli.operate:unload", "free the GPUs of a model"),
-    "list": ("dynamo.cli.disk:list_models", "list the models on disk: size, use, who serves them"),
-    "pull": ("dynamo.cli.disk:pull", "download a model"),
-    "rm": ("dynamo.cli.disk:remove", "delete a model from disk"),
-    "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
-    "record": ("dynamo.cli.record", "record live traffic: a trace, or with --content its bodies"),
-    "replay": ("dynamo.cli.replay", "send recorded requests again, to another model"),
-    "profile": ("dynamo.cli.lab:profile", "measure a worker for the planner"),
-    "chat": ("dynamo.cli.chat", "chat with a model of the running deployment"),
-    "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
-    "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),
-    "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
-    "key": ("dynamo.cli.key", "add, list and remove the API keys of a deployment"),
-    "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
-    "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
-    "version": ("dynamo.cli.main:version", "print versions"),
-}
-"""Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help).
 
-Each raises DynamoError and OSError, which are printed here.
-"""
+class Verb(NamedTuple):
+    """A verb of ``dynamo``.
+
+    ``run`` is a module of ``dynamo.cli`` with ``main(argv)``, which returns the exit status, or
+    ``module:function``; ``text`` is one line of help. ``options`` are the classes of its options
+    without ``Settings``, for completions: those of ``cli.options``, others with their module. None:
+    as the program ``dynamo.VERB``.
+    """
+
+    run: str
+    text: str
+    options: str | None = ""
+
+
+VERBS = {
+    "run": Verb("run", "serve a model: an id on Hugging Face, a directory, a GGUF file", "Run"),
+    "remove": Verb("models", "take a model out of the running deployment", "LoadModel Deployment"),
+    "init": Verb("init", "write the graph of a model: asks four questions", "Init"),
+    "serve": Verb(
+        "serve", "start the services of a graph and keep them running", "config.serve.Serve"
+    ),
+    "reload": Verb(
+        "reload", "apply a changed graph to a running deployment", "config.serve.Reload"
+    ),
+    "doctor": Verb("doctor", "find what disturbs a deployment on this machine", "Doctor"),
+    "ps": Verb("ps", "show the models, their workers, and what is wrong", "cli.ps.Ps"),
+    "web": Verb("frontend_client:web", "print and open the web page of a deployment", "Web"),
+    "state": Verb("state", "show or repair the statefile of a deployment", "State"),
+    "top": Verb(
+        "top", "show GPUs, models, workers and requests live, with keys to act", "Top Deployment"
+    ),
+    "logs": Verb("logs", "show the output of processes", "Logs Deployment"),
+    "events": Verb(
+        "logs:events",
+        "list deaths, starts, decisions and operations with their users",
+        "Events Deployment",
+    ),
+    "stop": Verb(
+        "background", "end the running deployment; requests in flight finish", "Deployment"
+    ),
+    "restart": Verb(
+        "operate:restart", "replace the processes of a worker or a service", "Operate Deployment"
+    ),
+    "drain": Verb(
+        "operate:drain", "let workers finish their requests and exit", "Operate Deployment"
+    ),
+    "sleep": Verb("operate:sleep", "let workers free their GPU memory", "Operate Deployment"),
+    "wake": Verb("operate:wake", "let workers that sleep serve again", "Operate Deployment"),
+    "load": Verb("operate:load", "start a worker of a model that has none", "LoadModel Deployment"),
+    "unload": Verb("operate:unload", "free the GPUs of a model", "LoadModel Deployment"),
+    "list": Verb("disk:list_models", "list the models on disk: size, use, who serves them", "List"),
+    "pull": Verb("disk:pull", "download a model", "Pull"),
+    "rm": Verb("disk:remove", "delete a model from disk", "Delete"),
+    "bench": Verb("bench", "load an OpenAI endpoint and measure it", "config.client.Bench"),
+    "record": Verb(
+        "record",
+        "record live traffic: a trace, or with --content its bodies",
+        "Record config.client.Client",
+    ),
+    "replay": Verb(
+        "replay",
+        "send recorded requests again, to another model",
+        "ReplayRequest config.client.FrontendClient",
+    ),
+    "profile": Verb(
+        "lab:profile", "measure a worker for the planner", "dynamo_lab.profiler.settings.Profile"
+    ),
+    "chat": Verb(
+        "chat", "chat with a model of the running deployment", "Chat config.client.Client"
+    ),
+    "route": Verb(
+        "route",
+        "show which worker a prompt would go to, and why",
+        "Route config.client.FrontendClient",
+    ),
+    "explain": Verb(
+        "explain",
+        "show why a request went to its worker, and its times",
+        "RequestExplain config.client.FrontendClient",
+    ),
+    "planner": Verb("planner", "add and remove workers as their load changes", None),
+    "key": Verb("key", "add, list and remove the API keys of a deployment", "Key"),
+    "install-service": Verb(
+        "install_service", "write a systemd unit for a graph", "InstallService"
+    ),
+    "completion": Verb("completion", "print a script that completes commands by Tab", "Completion"),
+    "version": Verb("main:version", "print versions"),
+}
+"""Each raises DynamoError and OSError, which are printed here."""
+SUBVERBS = {
+    "planner": {
+        "explain": "config.planner.Explain Deployment",
+        "replay": "dynamo_lab.simulation.settings.Replay config.planner.Planner",
+        "set": "config.planner.Set Deployment",
+        "pause": "Deployment",
+        "resume": "Deployment",
+    }
+}
+"""Verb → the words that may follow it and have options of their own → these."""
 
 _PARTS = ("uvloop", "httptools", "pyzmq", "circus", "tokenizers", "fastokens")
 _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
@@ -131,14 +189,14 @@ def _run(verb: str, words: list[str]) -> int:
         print(_help())
         return 0
     if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
-        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
+        return int(importlib.import_module("dynamo.cli.completion").answer(words))
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, 3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         print(f"dynamo: unknown verb {verb!r}{hint}\n\n{_help()}", file=sys.stderr)
         return 2
-    module, _, function = VERBS[verb][0].partition(":")
-    run = getattr(importlib.import_module(module), function or "main")
+    module, _, function = VERBS[verb].run.partition(":")
+    run = getattr(importlib.import_module(f"dynamo.cli.{module}"), function or "main")
     rival = rival_distribution()
     if rival:
         print(
@@ -188,7 +246,7 @@ def _open_standard_streams() -> None:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    lines = [f"  {verb:<{width}}  {text}" for verb, (_, text, _) in VERBS.items()]
     return "\n".join(
         (
             f"dynamo {__version__}: an LLM-serving appliance for one GPU box",

@@ -31,8 +31,8 @@ def connect_shells() -> None:
     from dynamo.doctor.facts import FileSystemFacts
     from dynamo.status import deployment, reading, status_socket
 
-    for _, (path, _) in main.VERBS.items():
-        importlib.import_module(path.partition(":")[0])
+    for verb in main.VERBS.values():
+        importlib.import_module(f"dynamo.cli.{verb.run.partition(':')[0]}")
     for module in (reading, deployment, status_socket):
         module.socket = threads.sockets  # type: ignore[attr-defined]
     for module in (alert_watch, status_socket):

@@ -38,8 +38,8 @@ def test_an_unknown_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_exists_and_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module, _, function = cli.VERBS[verb][0].partition(":")
-    assert callable(getattr(importlib.import_module(module), function or "main"))
+    module, _, function = cli.VERBS[verb].run.partition(":")
+    assert callable(getattr(importlib.import_module(f"dynamo.cli.{module}"), function or "main"))
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0 and f"usage: dynamo {verb}" in capsys.readouterr().out

@@ -66,7 +66,8 @@ def loaded(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def load(prog: str, description: str, groups: list[Any], *rest: Any, **more: Any) -> Any:
         raise Loaded(groups)
 
-    module, _, function = VERBS[words[0]][0].partition(":")
+    name, _, function = VERBS[words[0]].run.partition(":")
+    module = f"dynamo.cli.{name}"
     importlib.import_module(module)
     for name, one in list(sys.modules.items()):
         if name.startswith(_LOADERS) or name == "dynamo.config":
