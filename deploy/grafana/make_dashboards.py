@@ -1,7 +1,8 @@
-"""Write the dashboards beside this file: ``python deploy/grafana/make_dashboards.py``.
+"""Write dashboards and alerts beside this file: ``python deploy/grafana/make_dashboards.py``.
 
 ``panels.yaml`` has what a person decides: rows, panels, queries. The layout, and all that Grafana
-repeats in its JSON, is added here.
+repeats in its JSON, is added here. ``alert_queries.yaml`` has the queries of alerts; the rules of
+``dynamo.doctor.alerts`` add durations and limits.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from typing import Any
 
 import yaml
 
-__all__ = ["documents", "main"]
+from dynamo.doctor.alerts import FAILING_SHARE, RULES
+from dynamo.doctor.deployment import MOST_ERROR
+
+__all__ = ["alerts", "documents", "main"]
 
 HERE = Path(__file__).parent
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 SIZES = {"timeseries": (8, 8), "stat": (4, 4)}  # width, height
+LIMITS = {"FAILING_SHARE": FAILING_SHARE, "MOST_ERROR": MOST_ERROR}
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -27,9 +32,43 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all of them, and the alerts."""
+    (HERE / "alerts.yml").write_text(alerts())
     for name, document in documents().items():
         (HERE / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def alerts() -> str:
+    """Return ``alerts.yml``, the rules of Prometheus."""
+    durations = {rule.name: f"{rule.for_s / 60:g}m" for rule in RULES}
+    rules = []
+    for name, spec in yaml.safe_load((HERE / "alert_queries.yaml").read_text()).items():
+        expression = spec["expr"]
+        for limit, value in LIMITS.items():
+            expression = expression.replace(limit, str(value))
+        rules.append(
+            {
+                "alert": name,
+                "expr": expression,
+                "for": spec.get("for") or durations[name],
+                "labels": {"severity": spec["severity"]},
+                "annotations": {"summary": spec["summary"]},
+            }
+        )
+    document = {"groups": [{"name": "dynamo", "rules": rules}]}
+    head = "# Written by make_dashboards.py from alert_queries.yaml and dynamo/doctor/alerts.py.\n"
+    return head + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _dashboard(name: str, spec: dict[str, Any]) -> dict[str, Any]:

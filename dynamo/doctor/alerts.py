@@ -1,7 +1,7 @@
 """The alerts of a deployment: what a person should look at, and when each begins and ends. Pure.
 
-Names, durations and shares are those of ``deploy/grafana/alerts.yml``, for a box without
-Prometheus. DynamoDiskFull is only here: no process exports it.
+For a box without Prometheus; ``deploy/grafana/alerts.yml`` is made with these names, durations and
+shares. DynamoDiskFull is only here: no process exports it.
 """
 
 from __future__ import annotations

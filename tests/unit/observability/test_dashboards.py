@@ -133,6 +133,7 @@ def test_the_files_are_those_that_the_script_writes() -> None:
     assert set(module.documents()) == set(NAMES)
     for name, document in module.documents().items():
         assert document == dashboard(name), "run: python deploy/grafana/make_dashboards.py"
+    assert module.alerts() == (FOLDER / "alerts.yml").read_text(), "run it"
 
 
 def test_alerts_name_metrics_that_exist_and_say_what_to_do() -> None:
