@@ -291,7 +291,7 @@ class PrefillRouter:
         self.queue.remove(prefill)
         if isinstance(error, Overloaded):
             self._metrics.refused("overloaded")
-        prefill.engine_request.request.fail(error, by_worker)
+        prefill.engine_request.give_up(error, by_worker)
 
     def _cached_tokens(self, tokens: Tokens, routing: Routing | None) -> int:
         """Prompt tokens that the best decode worker has cached; 0 if its cache is not indexed."""

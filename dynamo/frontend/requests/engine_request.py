@@ -176,9 +176,9 @@ class EngineRequest:
         self.retries.retry_all()
         self.routing = without_prefill_pin(self.routing)
 
-    def give_up(self, error: BaseException) -> None:
-        """End the request with ``error``, which no worker has reported."""
-        self.request.fail(error)
+    def give_up(self, error: BaseException, by_worker: bool = False) -> None:
+        """End the request with ``error``; ``by_worker``: a prefill worker has reported it."""
+        self.request.fail(error, by_worker)
 
     def lost_all_workers(self, pending: Pending) -> None:
         """Note that it waits, as ``pending``, for the first worker of its model."""

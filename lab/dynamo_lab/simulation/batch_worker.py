@@ -59,9 +59,9 @@ class BatchWorker:
 
     def overlap(self, blocks: tuple[int, ...]) -> int:
         """Return the prompt tokens in leading ``blocks`` that the cache holds."""
-        held, idle, count = self._held, self._idle, 0
+        in_use, idle, count = self._held, self._idle, 0
         for block in blocks:
-            if block not in held and block not in idle:
+            if block not in in_use and block not in idle:
                 break
             count += 1
         return count * BLOCK_TOKENS
@@ -257,20 +257,20 @@ class BatchWorker:
         A prompt that is admitted later finds its blocks: it is computed in the same iteration as
         the end of this one, or after it.
         """
-        held, idle = self._held, self._idle
+        in_use, idle = self._held, self._idle
         for block in request.blocks:
-            held[block] = held.get(block, 0) + 1
+            in_use[block] = in_use.get(block, 0) + 1
             idle.pop(block, None)
         self.kv_used += request.prompt - shared
         self._evict()
 
     def _release(self, request: RequestState, generated: int) -> None:
         """Free the KV of a sequence; blocks that no other one holds stay cached."""
-        held, idle, kept = self._held, self._idle, 0
+        in_use, idle, kept = self._held, self._idle, 0
         for block in request.blocks:
-            holders = held.pop(block)
+            holders = in_use.pop(block)
             if holders > 1:
-                held[block] = holders - 1
+                in_use[block] = holders - 1
                 kept += BLOCK_TOKENS
             else:
                 idle[block] = None

@@ -291,8 +291,8 @@ class ReplayCluster:
 
     def _serve_held(self, _: ReplayWorker) -> None:
         # All that waited are spread over the workers that are ready now.
-        held, self._held = self._held, deque()
-        for request in held:
+        waiting, self._held = self._held, deque()
+        for request in waiting:
             self._route(request)
 
     def _start_prefills(self, _: ReplayWorker | None = None) -> None:
