@@ -329,7 +329,9 @@ class Preprocessor:
         annotations: list[str] = []
         if nvext is not None and nvext.annotations:
             annotations = known_annotations(nvext.annotations)
-        routing = routing_of(nvext, self.card.lora_name, request.cache_salt)
+        routing = None
+        if nvext is not None or request.cache_salt is not None or self.card.lora_name is not None:
+            routing = routing_of(nvext, self.card.lora_name, request.cache_salt)
         if images is not None and self.images is not None:
             routing = self.images.routing(routing, images, prompts[0].token_ids)
             if max_tokens is None:
