@@ -18,6 +18,7 @@ from dynamo.observability.metrics_page import samples
 
 log = logging.getLogger(__name__)
 _MAX_MODELS = 256
+_MAX_ROOT = 4096
 _LOADING = (502, 503, 504)
 _ANSWER_BYTES = 16 << 20
 
@@ -103,13 +104,15 @@ class ServerLoading(ServerUnreachable):
 class ServedModel:
     """A model in the server's own list; ``context_length`` is None if the server does not say.
 
-    ``is_adapter``: a LoRA adapter of another model of the server.
+    ``is_adapter``: a LoRA adapter of another model of the server. ``root`` is what the server
+    loaded, None if it does not say.
     """
 
     name: str
     context_length: int | None = None
     routes: tuple[str, ...] = ()
     is_adapter: bool = False
+    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,13 @@ async def describe(probe: ServerProbe, profile_name: str = "auto") -> ServerDesc
         raise ServerLoading(f"{profile.health_path} answers {status}")
     routes = offered_routes(await probe.json("/openapi.json")) or profile.routes
     models = tuple(
-        ServedModel(row["id"], _number(row.get("max_model_len")), routes, bool(row.get("parent")))
+        ServedModel(
+            row["id"],
+            _number(row.get("max_model_len")),
+            routes,
+            bool(row.get("parent")),
+            _root(row.get("root")),
+        )
         for row in rows
     )
     description = ServerDescription(profile, models)
@@ -288,6 +297,11 @@ def _with_length(description: ServerDescription, length: int | None) -> ServerDe
 
 def _has(page: Any, field: str) -> bool:
     return isinstance(page, dict) and field in page
+
+
+def _root(value: Any) -> str | None:
+    """Return ``value``, a path or an id; None for anything else, or more than a path may have."""
+    return value if isinstance(value, str) and 0 < len(value) <= _MAX_ROOT else None
 
 
 def _number(value: Any) -> int | None:

@@ -19,7 +19,7 @@ from dynamo.llm import unregister_model
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.register import card_key, encode_card, note_block_size, slug_of
 from dynamo.llm.types import ModelType
-from dynamo.protocols.control import DEFAULT_BLOCK_SIZE, ModelCard, RuntimeConfig
+from dynamo.protocols.control import DEFAULT_BLOCK_SIZE, ROOT_KEY, ModelCard, RuntimeConfig
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES
 from dynamo.runtime import Endpoint
 
@@ -249,6 +249,7 @@ class ServerCards:
                 context_length=length,
                 enable_local_indexer=bool(self._settings.kv_events_endpoint),
                 taints=list(self._settings.taints),
+                runtime_data={} if model.root is None else {ROOT_KEY: model.root},
             ),
         )
 

@@ -18,7 +18,7 @@ from dynamo.observability.metrics import counter
 from dynamo.protocols.control import CLEAR_KV_BLOCKS
 
 log = logging.getLogger(__name__)
-_OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
+_OPEN_PATHS = frozenset(("/health", "/live", "/load", "/metrics", "/ping"))
 _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),

@@ -29,6 +29,7 @@ from dynamo.frontend.access import (
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
+from dynamo.frontend.apis.invocations import InvocationRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.cache import CacheRoutes
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
@@ -186,6 +187,7 @@ class Frontend:
         parts = requests, self.models, self._tasks
         openai, counts = OpenAIRoutes(*parts), PromptCountRoutes(*parts)
         openai.install(routes)
+        InvocationRoutes(requests, self._tasks).install(routes)
         EmbeddingRoutes(*parts).install(routes)
         TokenizeRoutes(*parts).install(routes)
         if settings.anthropic_api:

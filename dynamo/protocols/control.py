@@ -45,6 +45,9 @@ UNKNOWN_BATCH_TOKENS = 10_000_000
 MAX_IMAGES_KEY = "max_images"
 """Key of ``runtime_data``: images that the model takes in a prompt; 0 for a model of text alone."""
 
+ROOT_KEY = "root"
+"""Key of ``runtime_data``: the directory or id of what the engine loaded, as it was given."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]

@@ -19,7 +19,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.protocols.control import MAX_IMAGES_KEY, RuntimeConfig
+from dynamo.protocols.control import MAX_IMAGES_KEY, ROOT_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
@@ -298,6 +298,7 @@ class VllmWorker:
     async def _register(self, lora_name: str | None = None) -> None:
         """Store the card of the model, or of an adapter, which is a model over the same weights."""
         plan, info = self.plan, self.engine.info
+        root = plan.arguments.worker.model_path if lora_name is None else plan.loras[lora_name]
         await register_model(
             ModelInput.Tokens,
             ModelType.Embedding if info.pooling else plan.model_type,
@@ -320,6 +321,6 @@ class VllmWorker:
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),
                 taints=list(plan.arguments.vllm.taints),
-                runtime_data={MAX_IMAGES_KEY: info.max_images},
+                runtime_data={MAX_IMAGES_KEY: info.max_images, ROOT_KEY: root},
             ),
         )

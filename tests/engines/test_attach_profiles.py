@@ -14,6 +14,7 @@ from deployment import MODEL, Deployment, free_port
 from mocker_kit import caller
 
 from dynamo.errors import HttpFailure
+from dynamo.protocols.control import ROOT_KEY
 from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
 AUDIO = ["/v1/audio/transcriptions", "/v1/audio/translations"]
@@ -60,6 +61,7 @@ async def test_a_server_is_recognized(
             assert (card.model_input, card.source_path) == ("Http", "")
             assert (card.context_length, card.kv_cache_block_size) == sizes[:2]
             assert (config.total_kv_blocks, config.max_num_seqs) == sizes[2:]
+            assert config.runtime_data == {ROOT_KEY: "org/m"}
             assert card.user_data is not None
             if routes is not None:
                 assert card.user_data["routes"] == sorted(routes)

@@ -65,7 +65,10 @@ class State:
     def pages(self) -> dict[str, Any]:
         """The JSON or text of each GET path."""
         owner = OWNERS[self.profile]
-        rows = [{"id": name, "owned_by": owner, "max_model_len": 900} for name in self.models]
+        rows = [
+            {"id": name, "owned_by": owner, "max_model_len": 900, "root": f"org/{name}"}
+            for name in self.models
+        ]
         if self.profile not in ("vllm", "openai"):
             for row in rows:
                 del row["max_model_len"]

@@ -32,9 +32,16 @@ def test_adapters_do_not_share_cached_blocks(ours: EngineDeployment) -> None:
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}, name
 
 
-def test_adapters_are_listed(ours: EngineDeployment) -> None:
+def test_adapters_are_listed(ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
     listed = json.loads(ours.request("GET", "/v1/models")[2])["data"]
     assert {"tiny", "pirate", "bytes"} == {model["id"] for model in listed}
+    own = {model["id"]: model for model in listed}
+    for row in json.loads(vllm_tiny.request("GET", "/v1/models")[2])["data"]:
+        for member in ("id", "object", "root", "parent"):
+            assert own[row["id"]][member] == row[member], member
+        # vLLM names no length for an adapter.
+        if row["parent"] is None:
+            assert own[row["id"]]["max_model_len"] == row["max_model_len"]
 
 
 def test_a_missing_adapter_is_refused_before_the_engine_starts(

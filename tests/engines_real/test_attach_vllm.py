@@ -60,6 +60,9 @@ def overlap(attached: AttachedEngine, body: dict[str, Any]) -> tuple[int, int]:
 def test_the_server_is_known(attached: AttachedEngine) -> None:
     (row,) = json.loads(attached.request("GET", "/v1/models")[2])["data"]
     assert (row["id"], row["context_window"]) == ("tiny", CONTEXT)
+    (served,) = json.loads(attached.engine.request("GET", "/v1/models")[2])["data"]
+    members = ("max_model_len", "root", "parent")
+    assert [row[member] for member in members] == [served[member] for member in members]
     assert "(vllm) at dyn://" in attached.tail()
 
 

@@ -53,11 +53,17 @@ log = logging.getLogger(__name__)
 
 
 class ListedModel(NamedTuple):
-    """A name in the lists of models; ``created_s`` is Unix time, ``context_length`` in tokens."""
+    """A name in the lists of models; ``created_s`` is Unix time, ``context_length`` in tokens.
+
+    ``root`` is what the workers loaded, a directory or an id; None before the first one.
+    ``parent`` is the model of an adapter.
+    """
 
     name: str
     created_s: int
     context_length: int | None
+    root: str | None = None
+    parent: str | None = None
 
 
 class OnDemandModels:

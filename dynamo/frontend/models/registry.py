@@ -20,6 +20,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, Unavailable, shorten
 from dynamo.frontend.disagg.pool import AGAIN_S
 from dynamo.frontend.models.graph import GraphModels
+from dynamo.frontend.models.listing import AdapterParents, listed_model
 from dynamo.frontend.models.model import (
     INPUTS,
     LoadedModel,
@@ -188,8 +189,9 @@ class Models:
 
     def listed(self) -> list[ListedModel]:
         """Every model and alias that is served now, or started on demand."""
+        adapters = AdapterParents(self._entries.values(), self.on_demand)
         served = [
-            ListedModel(name, entry.created_s, entry.card.context_length)
+            listed_model(name, entry, adapters)
             for name, entry in self._names.items()
             if entry.served or self._is_started(entry.name)
         ]

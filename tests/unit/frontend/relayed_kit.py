@@ -14,6 +14,7 @@ from text_kit import card
 from dynamo.errors import DynamoError
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings import EmbeddingRoutes
+from dynamo.frontend.apis.invocations import InvocationRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
@@ -140,6 +141,7 @@ class RelaySite(Site):
         TokenizeRoutes(*of).install(routes)
         if self.embeds:
             EmbeddingRoutes(*of).install(routes)
+        InvocationRoutes(self.active, self.tasks).install(routes)
         relay.install(routes)
         relay.go_first(routes)
         self.routes = routes

@@ -20,6 +20,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 MESSAGES = "/v1/messages"
 GENERATION: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": {**CHAT, "messages": [CHAT["messages"]]},
+    "/invocations": CHAT,
     "/v1/completions": {"prompt": "hi"},
     "/v1/embeddings": {"input": "hi"},
     "/v1/responses": {"input": "hi"},

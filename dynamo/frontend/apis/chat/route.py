@@ -1,4 +1,4 @@
-"""The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs;
+"""The generation routes: /v1/chat/completions, its batches, /v1/completions, and other APIs;
 ``nvext``.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from dynamo.errors import DynamoError, NoInstances
+from dynamo.frontend.apis.chat.batch import CHAT_BATCH, CHAT_BATCH_PATH
 from dynamo.frontend.apis.chat.generation import (
     CHAT,
     COMPLETION,
@@ -39,7 +40,7 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.openai import GenerationRequest, NvExt
+from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, GenerationRequest, NvExt
 from dynamo.router.decision.decision import Decision
 from dynamo.runtime.process.tasks import Tasks
 
@@ -97,8 +98,9 @@ class OpenAIRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        routes.post("/v1/chat/completions", self.route(CHAT))
-        routes.post("/v1/completions", self.route(COMPLETION))
+        routes.post(CHAT_PATH, self.route(CHAT))
+        routes.post(CHAT_BATCH_PATH, self.route(CHAT_BATCH))
+        routes.post(COMPLETIONS_PATH, self.route(COMPLETION))
 
     def route(self, api: GenerationApi) -> Route:
         """The route of ``api``, whose errors have its shape from now on."""

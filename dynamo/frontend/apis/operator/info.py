@@ -1,4 +1,4 @@
-"""Routes that report state: /live, /health, /metrics, /openapi.json, /v1/models; thresholds."""
+"""Routes that report state: health, load, version, metrics, models, /openapi.json; thresholds."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ _STORED = (
     ("/v1/responses/{response_id}/cancel", ("POST",)),
 )
 """The paths of stored responses, which have one entry in the table of routes."""
+_VERSION_BODY = orjson.dumps({"version": __version__})
 _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 _PATH = "/busy_threshold"
 _IDLE = "kept, not in force: needs --admission-control token-capacity"
@@ -174,6 +175,11 @@ class InfoRoutes:
         """Add the routes to the table."""
         routes.get("/live", lambda exchange: exchange.respond(200, _LIVE))
         routes.get("/health", self._health)
+        # SageMaker's health check.
+        routes.get("/ping", self._health)
+        routes.post("/ping", self._health, bodiless=True)
+        routes.get("/load", self._load)
+        routes.get("/version", lambda exchange: exchange.respond(200, _VERSION_BODY))
         routes.get("/metrics", in_task(self._tasks.spawn, self._metrics))
         routes.get("/v1/models", self._list)
         routes.get(_MODELS, self._one)
@@ -200,6 +206,10 @@ class InfoRoutes:
         # For `dynamo serve`, which has no API key and so may not read /v1/models.
         body["models"] = [model.name for model in self._models.listed()]
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
+
+    def _load(self, exchange: Exchange) -> None:
+        """Respond with the requests in progress, under the name that vLLM's server has for it."""
+        exchange.respond(200, orjson.dumps({"server_load": self._requests.admitted}))
 
     async def _metrics(self, exchange: Exchange) -> None:
         """Render the page in parts, between which the loop serves other requests."""
@@ -292,6 +302,8 @@ def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, An
 def _row(model: ListedModel, max_images: int) -> dict[str, Any]:
     row: dict[str, Any] = {"id": model.name, "object": "model"}
     row |= {"created": model.created_s, "owned_by": "dynamo"}
+    row |= {"root": model.root or model.name, "parent": model.parent}
+    row["max_model_len"] = model.context_length
     if model.context_length is not None:
         row["context_window"] = model.context_length
     if max_images:

@@ -20,6 +20,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.embeddings import BodyEmbeddingsAnswer
+from dynamo.frontend.apis.chat.batch import CHAT_BATCH_PATH
 from dynamo.frontend.apis.embeddings import parse_embedding
 from dynamo.frontend.apis.relay.body import RelayedBody, peek, peek_form, prompt_ids
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
@@ -419,7 +420,8 @@ class RelayRoutes:
             if span is not None:
                 body = b"".join((body[: span[0]], model.name.encode(), body[span[1] :]))
             return body, fields
-        body = rewritten(exchange.path, body, model.name, rules)
+        path = CHAT_PATH if exchange.path == CHAT_BATCH_PATH else exchange.path
+        body = rewritten(path, body, model.name, rules)
         if rules is not None:
             with contextlib.suppress(InvalidArgument):  # not every path needs a model in its body
                 fields = peek(body)
