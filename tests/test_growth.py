@@ -28,13 +28,10 @@ from hub_server import answering
 from dynamo.attach.profiles import LoadNames, prometheus_load
 from dynamo.doctor.alert_watch import parse_counts
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.frontend.formats.formats import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    RequestTools,
-)
 from dynamo.frontend.formats.message import AnswerMessage, CallProbe
 from dynamo.frontend.formats.reasoning import ReasoningParser
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.table import REASONING_FORMATS, TOOL_FORMATS
 from dynamo.frontend.requests.content import response_body
 from dynamo.frontend.requests.redaction import cleaned_answer, cleaned_body
 from dynamo.llm.model_download import HubModel

@@ -8,83 +8,83 @@ from dynamo.config.option import flag, option, variable
 from dynamo.errors import ConfigError, name_problem
 
 TOOL_CALL_PARSERS = (
-    "deepseek_v3",
-    "deepseek_v3_1",
-    "deepseek_v3_2",
-    "deepseek_v4",
-    "gemma4",
-    "glm45",
-    "harmony",
-    "hermes",
-    "jamba",
-    "kimi_k2",
-    "llama3_json",
-    "minimax_m2",
-    "minimax_m3",
-    "mistral",
-    "nemotron_deci",
-    "phi4",
-    "pythonic",
-    "qwen3_coder",
-)
+    "apertus", "cohere_command", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4",
+    "deepseek_v41", "dots", "ernie45", "functiongemma", "gemma4", "gigachat3", "glm45", "granite",
+    "granite_20b_fc", "harmony", "hermes", "hy_v3", "inkling", "internlm", "jamba", "k2_horizon",
+    "kimi_k2", "kimi_k3", "lfm2", "llama3_json", "longcat", "mimo", "minicpm5", "minimax_m2",
+    "minimax_m3", "mistral", "muse_glimmer", "nemotron_deci", "olmo3", "phi4", "plamo3",
+    "pythonic", "qwen3_coder", "seed_oss", "step3", "xlam",
+)  # fmt: skip
 REASONING_PARSERS = (
-    "basic",
-    "deepseek_r1",
-    "deepseek_v3",
-    "deepseek_v3_1",
-    "deepseek_v4",
-    "gemma4",
-    "glm45",
-    "gpt_oss",
-    "kimi",
-    "kimi_k2",
-    "kimi_k25",
-    "minimax_append_think",
-    "minimax_m2",
-    "minimax_m2_append_think",
-    "minimax_m3",
-    "mistral",
-    "nemotron_deci",
-    "nemotron_nano",
-    "qwen3",
-    "step3",
+    "basic", "cohere_command", "deepseek_r1", "deepseek_v3", "deepseek_v3_1", "deepseek_v4",
+    "ernie45", "gemma4", "glm45", "gpt_oss", "granite", "hunyuan_a13b", "hy_v3", "inkling",
+    "k2_horizon", "kimi", "kimi_k2", "kimi_k25", "kimi_k3", "minimax_append_think", "minimax_m2",
+    "minimax_m2_append_think", "minimax_m3", "mistral", "muse_glimmer", "nemotron_deci",
+    "nemotron_nano", "plamo3", "qwen3", "seed_oss", "step3",
+)  # fmt: skip
+
+
+def _aliases(names: tuple[str, ...], aliases: dict[str, str]) -> dict[str, str]:
+    """Return ``aliases``, and every name and alias with dashes too."""
+    dashed = {name.replace("_", "-"): name for name in names if "_" in name}
+    return {**dashed, **{alias.replace("_", "-"): aliases[alias] for alias in aliases}, **aliases}
+
+
+TOOL_CALL_ALIASES = _aliases(
+    TOOL_CALL_PARSERS,
+    {
+        # Other spellings, and families that write their calls in the format of another one.
+        "gemma-4": "gemma4",
+        "kimi_k25": "kimi_k2",
+        "muse": "muse_glimmer",
+        "nemotron_nano": "qwen3_coder",
+        "qwen25": "hermes",
+        "qwen3": "hermes",
+        # vLLM's names
+        "cohere_command3": "cohere_command",
+        "cohere_command4": "cohere_command",
+        "deepseek_v31": "deepseek_v3_1",
+        "deepseek_v32": "deepseek_v3_2",
+        "glm47": "glm45",
+        "granite4": "hermes",
+        "hunyuan_a13b": "jamba",
+        "hy_v4": "hy_v3",
+        "ling3": "glm45",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "openai": "harmony",
+        "phi4_mini_json": "phi4",
+        "poolside_v1": "glm45",
+        "qwen3_json": "hermes",
+        "qwen3_xml": "qwen3_coder",
+        "step3p5": "qwen3_coder",
+    },
 )
-
-
-def _dashed(names: tuple[str, ...]) -> dict[str, str]:
-    return {name.replace("_", "-"): name for name in names if "_" in name}
-
-
-TOOL_CALL_ALIASES = {
-    # Other spellings, and families that write their calls in the format of another one.
-    "gemma-4": "gemma4",
-    "glm47": "glm45",
-    "kimi_k25": "kimi_k2",
-    "kimi-k25": "kimi_k2",
-    "qwen25": "hermes",
-    "qwen3": "hermes",
-    **_dashed(TOOL_CALL_PARSERS),
-    # vLLM's names
-    "deepseek_v31": "deepseek_v3_1",
-    "deepseek_v32": "deepseek_v3_2",
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "openai": "harmony",
-    "phi4_mini_json": "phi4",
-    "qwen3_xml": "qwen3_coder",
-}
-REASONING_ALIASES = {
-    "deepseek_v3_2": "deepseek_v3_1",
-    "deepseek-v3-2": "deepseek_v3_1",
-    "gemma-4": "gemma4",
-    "glm47": "glm45",
-    "nemotron3": "nemotron_nano",
-    "nemotron_v3": "nemotron_nano",
-    "nemotron-v3": "nemotron_nano",
-    **_dashed(REASONING_PARSERS),
-    # vLLM's names
-    "openai_gptoss": "gpt_oss",
-}
+REASONING_ALIASES = _aliases(
+    REASONING_PARSERS,
+    {
+        "deepseek_v3_2": "deepseek_v3_1",
+        "gemma-4": "gemma4",
+        "muse": "muse_glimmer",
+        "nemotron3": "nemotron_nano",
+        # vLLM's names
+        "cohere_command3": "cohere_command",
+        "cohere_command4": "cohere_command",
+        "deepseek_v41": "deepseek_v4",
+        "glm47": "glm45",
+        "granite_thinking_parser": "basic",
+        "holo2": "deepseek_r1",
+        "hy_v4": "hy_v3",
+        "ling3": "glm45",
+        "mimo": "qwen3",
+        "minicpmv": "qwen3",
+        "nemotron_v3": "nemotron_nano",
+        "olmo3": "deepseek_r1",
+        "openai_gptoss": "gpt_oss",
+        "poolside_v1": "basic",
+        "step3p5": "step3",
+    },
+)
 """Other spellings, in flags and in the cards of other workers."""
 
 

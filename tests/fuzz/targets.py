@@ -254,8 +254,9 @@ def answers() -> Target:
     """Texts of models: every parser builds one message, however the text is cut."""
     from answer_cases import TOOLS
 
-    from dynamo.frontend.formats.formats import TOOL_FORMATS, RequestTools
     from dynamo.frontend.formats.message import AnswerMessage
+    from dynamo.frontend.formats.request_tools import RequestTools
+    from dynamo.frontend.formats.table import TOOL_FORMATS
 
     names = sorted(TOOL_FORMATS)
     tools = RequestTools.of(TOOLS)

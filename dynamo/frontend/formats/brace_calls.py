@@ -1,18 +1,40 @@
-"""The tool calls of Gemma 4: names without quotes, texts between tokens of their own."""
+"""Tool calls of Gemma: names without quotes, texts between tokens of their own."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import MAX_HELD, Markers, escaped, json_text, value_json
 
-_CALL, _END_CALL, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-GEMMA_4_MARKERS = (_CALL, _END_CALL, _QUOTE)
 _MAX_NAME = 256
 _NAME = re.compile(r"\s*call\s*:\s*([\w.:/-]+)\s*\{")
 _NAME_BEGINS = re.compile(r"\s*(?:c(?:a(?:l(?:l(?:\s*(?::\s*(?:[\w.:/-]+\s*)?)?)?)?)?)?)?")
 _CLOSES = {"{": "}", "[": "]"}
+
+
+class BraceCallShape(NamedTuple):
+    """The markers around a call, and the one on both sides of a text."""
+
+    call: str
+    end_call: str
+    quote: str
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return tuple(self)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The marker that begins a call."""
+        return (self.call,)
+
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> BraceCallParser:
+        """Return a parser of one answer."""
+        return BraceCallParser(message, self)
 
 
 class BraceCallParser(CallSteps):
@@ -22,15 +44,18 @@ class BraceCallParser(CallSteps):
     of a call closes what the model has left open.
     """
 
-    __slots__ = ("_call_end", "_first", "_key_end", "_open", "_quote", "_start", "_value")
+    __slots__ = (
+        "_call_end", "_first", "_key_end", "_open", "_quote", "_shape", "_start", "_value",
+    )  # fmt: skip
 
-    def __init__(self, message: AnswerMessage) -> None:
+    def __init__(self, message: AnswerMessage, shape: BraceCallShape) -> None:
         super().__init__(self._outside, message)
-        self._start = Markers(_CALL)
-        self._quote = Markers(_QUOTE)
-        self._call_end = Markers(_END_CALL)
-        self._key_end = Markers(_QUOTE, _END_CALL, ":", "}")
-        self._value = Markers(_QUOTE, _END_CALL, ",", "}", "]")
+        self._shape = shape
+        self._start = Markers(shape.call)
+        self._quote = Markers(shape.quote)
+        self._call_end = Markers(shape.end_call)
+        self._key_end = Markers(shape.quote, shape.end_call, ":", "}")
+        self._value = Markers(shape.quote, shape.end_call, ",", "}", "]")
         self._open: list[str] = []
         self._first = True  # nothing in the innermost object or array yet
 
@@ -81,7 +106,7 @@ class BraceCallParser(CallSteps):
         self._text = self._text.lstrip(" \t\r\n,")
         if not self._text or self._value.may_begin(self._text):
             return False
-        if self._value.leading(self._text) == _END_CALL:
+        if self._value.leading(self._text) == self._shape.end_call:
             self._end()
         elif self._text[0] in "}]":
             self._take(1)
@@ -95,21 +120,21 @@ class BraceCallParser(CallSteps):
 
     def _key(self) -> bool:
         """At the name of an argument."""
-        quoted = self._text.startswith(_QUOTE)
-        start = len(_QUOTE) if quoted else 0
+        quoted = self._text.startswith(self._shape.quote)
+        start = len(self._shape.quote) if quoted else 0
         marks = self._quote if quoted else self._key_end
         count, marker = marks.find(self._text[start:])
         # With room for a whole marker, a name that is too long is cut at the same place always.
-        if not marker and len(self._text) - start < _MAX_NAME + len(_END_CALL):
+        if not marker and len(self._text) - start < _MAX_NAME + len(self._shape.end_call):
             return False
         key = self._take(start + min(count, _MAX_NAME))[start:]
-        if marker in ("}", _END_CALL, "") or count > _MAX_NAME:
+        if marker in ("}", self._shape.end_call, "") or count > _MAX_NAME:
             self._step = self._item  # a key without a value, or a part of one that is too long
             return True
         self._take(len(marker))
         self._separate()
         self._message.add_arguments(f"{json_text(key.strip())}: ")
-        self._step = self._colon if marker == _QUOTE else self._any_value
+        self._step = self._colon if marker == self._shape.quote else self._any_value
         return True
 
     def _colon(self) -> bool:
@@ -126,8 +151,8 @@ class BraceCallParser(CallSteps):
         self._take_space()
         if not self._text or self._quote.may_begin(self._text):
             return False
-        if self._text.startswith(_QUOTE):
-            self._take(len(_QUOTE))
+        if self._text.startswith(self._shape.quote):
+            self._take(len(self._shape.quote))
             self._message.add_arguments('"')
             self._step = self._text_value
         elif self._text[0] in _CLOSES:
@@ -185,7 +210,7 @@ class BraceCallParser(CallSteps):
         if self._call_end.may_begin(self._text):
             return False
         if self._call_end.leading(self._text):
-            self._take(len(_END_CALL))
+            self._take(len(self._shape.end_call))
             self._take_aside()
         else:
             self._message.add_content(self._take_aside())

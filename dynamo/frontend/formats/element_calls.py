@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
     Markers,
@@ -23,12 +24,22 @@ from dynamo.frontend.formats.scan import (
 _NS = "]<]minimax[>["
 _CALL, _END_CALL = f"{_NS}<tool_call>", f"{_NS}</tool_call>"
 _INVOKE, _END_INVOKE = f"{_NS}<invoke", f"{_NS}</invoke>"
-MINIMAX_M3_MARKERS = (_NS, "<tool_call>", "</tool_call>")
 _MAX_NAME = 256
 _MAX_TAG = len(_NS) + _MAX_NAME
 _NAME = re.compile(r"\s*name\s*=")
 _TAG = re.compile(re.escape(_NS) + r"<(/?)([^<>/\s]+)>")
 _ITEM = "item"
+
+
+class ElementCallShape(NamedTuple):
+    """The markers of MiniMax M3: the token before each tag, and the tags that are tokens."""
+
+    every_marker: tuple[str, ...] = (_NS, "<tool_call>", "</tool_call>")
+    begins: tuple[str, ...] = (_NS,)
+
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> ElementCallParser:
+        """Return a parser of one answer."""
+        return ElementCallParser(message, tools.schemas)
 
 
 class _Element(NamedTuple):

@@ -1,50 +1,23 @@
-"""The formats by name, and what they make of one request.
-
-A model's card names its formats. ``dynamo.config.worker`` lists the same names, for the flags.
-"""
+"""The formats that a model's card names, and what they make of one request."""
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
-from dynamo.frontend.formats.brace_calls import GEMMA_4_MARKERS, BraceCallParser
-from dynamo.frontend.formats.element_calls import MINIMAX_M3_MARKERS, ElementCallParser
-from dynamo.frontend.formats.forced_calls import (
-    NamedCallParser,
-    forced_name,
-    is_forced,
-    tool_functions,
-)
+from dynamo.frontend.formats.forced_calls import NamedCallParser, forced_name, is_forced
+from dynamo.frontend.formats.frames import FrameParser
 from dynamo.frontend.formats.harmony import HARMONY_MARKERS, HarmonyParser
-from dynamo.frontend.formats.json_calls import (
-    JsonCallParser,
-    JsonCallShape,
-    MistralCallParser,
-)
+from dynamo.frontend.formats.json_calls import JsonCallParser, JsonCallShape
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
-from dynamo.frontend.formats.pythonic_calls import PythonicCallParser
-from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser, ReasoningShape
-from dynamo.frontend.formats.section_calls import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V3_1,
-    KIMI_K2,
-    SectionCallParser,
-    SectionShape,
-)
-from dynamo.frontend.formats.xml_calls import (
-    DEEPSEEK_V3_2,
-    DEEPSEEK_V4,
-    GLM_45,
-    MINIMAX_M2,
-    QWEN3_CODER,
-    XmlCallParser,
-    XmlCallShape,
-)
+from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, with_suffix
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -52,126 +25,8 @@ from dynamo.protocols.openai import ChatCompletionRequest
 log = logging.getLogger(__name__)
 
 
-class RequestTools(NamedTuple):
-    """The names of the request's tools, and the JSON schemas of their parameters."""
-
-    names: frozenset[str]
-    schemas: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, tools: list[dict[str, Any]] | None) -> RequestTools:
-        """The tools of a request."""
-        schemas: dict[str, Mapping[str, Any]] = {}
-        for function in tool_functions(tools):
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            schemas[function["name"]] = properties if isinstance(properties, dict) else {}
-        return cls(frozenset(schemas), schemas)
-
-
-MakeParser = Callable[[AnswerMessage, RequestTools], AnswerParser]
-
-
-class ToolFormat(NamedTuple):
-    """A format of tool calls. ``markers`` are shown to the parser even if they are special tokens.
-    ``short_ids``: the chat template takes ids of nine letters and digits only. ``begins``: a marker
-    that begins calls, and so ends reasoning that the model has not closed."""
-
-    make: MakeParser
-    markers: tuple[str, ...] = ()
-    short_ids: bool = False
-    begins: tuple[str, ...] = ()
-
-
-def _json(shape: JsonCallShape, kind: type[JsonCallParser] = JsonCallParser) -> MakeParser:
-    return lambda message, tools: kind(message, shape, tools.names)
-
-
-def _tagged(opens: str, closes: str) -> ToolFormat:
-    shape = JsonCallShape((opens,), closes)
-    return ToolFormat(_json(shape), (opens, closes), begins=(opens,))
-
-
-def _section(shape: SectionShape) -> ToolFormat:
-    return ToolFormat(
-        lambda message, tools: SectionCallParser(message, shape),
-        shape.every_marker,
-        begins=shape.markers[:1],
-    )
-
-
-def _xml(shape: XmlCallShape) -> ToolFormat:
-    return ToolFormat(
-        lambda message, tools: XmlCallParser(message, tools.schemas, shape),
-        shape.every_marker,
-        begins=shape.call[:1],
-    )
-
-
 _REQUIRED = JsonCallShape((), bare=True)
-
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "deepseek_v3": _section(DEEPSEEK_V3),
-    "deepseek_v3_1": _section(DEEPSEEK_V3_1),
-    "deepseek_v3_2": _xml(DEEPSEEK_V3_2),
-    "deepseek_v4": _xml(DEEPSEEK_V4),
-    "gemma4": ToolFormat(
-        lambda message, tools: BraceCallParser(message),
-        GEMMA_4_MARKERS,
-        begins=GEMMA_4_MARKERS[:1],
-    ),
-    "glm45": _xml(GLM_45),
-    "harmony": ToolFormat(
-        lambda message, tools: HarmonyParser(message, tools.names), HARMONY_MARKERS
-    ),
-    "hermes": _tagged("<tool_call>", "</tool_call>"),
-    "jamba": _tagged("<tool_calls>", "</tool_calls>"),
-    "kimi_k2": _section(KIMI_K2),
-    "llama3_json": ToolFormat(
-        _json(JsonCallShape(("<|python_tag|>",), bare=True)), ("<|python_tag|>",)
-    ),
-    "minimax_m2": _xml(MINIMAX_M2),
-    "minimax_m3": ToolFormat(
-        lambda message, tools: ElementCallParser(message, tools.schemas),
-        MINIMAX_M3_MARKERS,
-        begins=(MINIMAX_M3_MARKERS[0],),
-    ),
-    "mistral": ToolFormat(
-        _json(JsonCallShape(("[TOOL_CALLS]",)), MistralCallParser),
-        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        short_ids=True,
-        begins=("[TOOL_CALLS]",),
-    ),
-    "nemotron_deci": _tagged("<TOOLCALL>", "</TOOLCALL>"),
-    "phi4": ToolFormat(_json(JsonCallShape(("functools",)))),
-    "pythonic": ToolFormat(lambda message, tools: PythonicCallParser(message, tools.names)),
-    "qwen3_coder": _xml(QWEN3_CODER),
-}
-
-_THINK = ReasoningShape("<think>", "</think>")
-_FORCED = _THINK._replace(forced=True)
-REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
-    "basic": _THINK,
-    "deepseek_r1": _FORCED,
-    "deepseek_v3": _THINK,
-    "deepseek_v3_1": _THINK,
-    "deepseek_v4": _THINK,
-    "gemma4": ReasoningShape("<|channel>thought\n", "<channel|>", tokens=("<|channel>",)),
-    "glm45": _THINK,
-    "gpt_oss": None,  # harmony
-    "kimi": ReasoningShape("◁think▷", "◁/think▷"),
-    "kimi_k2": _THINK,
-    "kimi_k25": _FORCED,
-    "minimax_append_think": _FORCED,
-    "minimax_m2": _THINK,
-    "minimax_m2_append_think": _THINK._replace(as_content=True),
-    "minimax_m3": ReasoningShape("<mm:think>", "</mm:think>"),
-    "mistral": ReasoningShape("[THINK]", "[/THINK]"),
-    "nemotron_deci": _THINK,
-    "nemotron_nano": _FORCED,
-    "qwen3": _THINK,
-    "step3": _FORCED,
-}
+_SUFFIXED = re.compile(r"<(?:think|tool_calls?|arg_key)(:[^\s>]+)>")
 
 
 class AnswerFormat(NamedTuple):
@@ -208,6 +63,10 @@ class ModelFormats:
     ) -> None:
         self._tool = None if tool is None else TOOL_FORMATS[tool]
         self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
+        if self._tool is not None and self._tool.suffixed:
+            self._tool = with_suffix(self._tool, _suffix(tokenizer))
+        if self._shape is not None and self._shape.suffixed:
+            self._shape = with_suffix(self._shape, _suffix(tokenizer))
         self._reasoning_field = reasoning_field
         self._calls = tool == "harmony"
         self._harmony = self._calls or reasoning == "gpt_oss"
@@ -272,6 +131,8 @@ class ModelFormats:
         if self._harmony:
             return HarmonyParser(message, tools.names if self._calls and tool is not None else None)
         parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
+        if self._shape is not None and self._shape.frames and not (tool and tool.frames):
+            parser = FrameParser(message, self._shape.frames, parser)
         if self._shape is None:
             return parser
         if self._shape.as_content:
@@ -311,6 +172,15 @@ def _known(card: ModelCard, field: str, name: str | None, aliases: Mapping[str, 
         card.display_name, field, name, ", ".join(formats),
     )  # fmt: skip
     return None
+
+
+def _suffix(tokenizer: Tokenizer) -> str:
+    """The suffix of the markers among the special tokens of a checkpoint, "" without one."""
+    for number in tokenizer.special_ids:
+        marker = _SUFFIXED.fullmatch(tokenizer.token_text(number))
+        if marker is not None:
+            return marker[1]
+    return ""
 
 
 def _id() -> str:

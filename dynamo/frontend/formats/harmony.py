@@ -7,8 +7,10 @@ from the text.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import Markers, TextSteps
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -18,6 +20,17 @@ _HEADS = Markers(_START, _CHANNEL)
 _BODY_END = Markers(*_ENDS, _START, _CHANNEL)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _MAX_HEADER = 1024
+
+
+class HarmonyShape(NamedTuple):
+    """The markers of harmony, whose reasoning is no other format's."""
+
+    every_marker: tuple[str, ...] = HARMONY_MARKERS
+    begins: tuple[str, ...] = ()
+
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> HarmonyParser:
+        """Return a parser of one answer."""
+        return HarmonyParser(message, tools.names)
 
 
 class HarmonyParser(TextSteps):

@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects (hermes, llama3_json, mistral, a forced choice), as they arrive."""
+"""Tool calls as JSON objects (Hermes, Llama 3, Mistral, a forced choice), as they arrive."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps, well_formed
 
 _BEFORE_CALL = SPACE + "["
@@ -16,11 +17,44 @@ _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
 # Possessive quantifiers: two runs of spaces side by side would take quadratic time to fail.
 _HEADER = re.compile(r"([\w.\-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+", re.ASCII)
-_ARGUMENTS = frozenset(("arguments", "parameters"))
 _SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
 _SEPARATORS = " \t\r\n,"
 _WHOLE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')
 """A JSON string up to the first escape that is not complete."""
+
+
+class JsonCallShape(NamedTuple):
+    """What is around the objects: ``start`` and ``end`` are markers. Without ``end`` the calls end
+    at the first text that is neither an object nor a separator. ``bare``: an answer may begin with
+    an object, without a marker. ``listed``: a call is only one of the request's tools; so is a call
+    without a marker. ``name`` and ``arguments`` are the members of an object; with ``keyed`` it is
+    ``{"f": {…}}`` instead. ``header``: the name may precede the object, as ``f[ARGS]{…}``.
+    """
+
+    start: tuple[str, ...]
+    end: tuple[str, ...] = ()
+    bare: bool = False
+    listed: bool = False
+    name: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    keyed: bool = False
+    header: bool = False
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return (*self.start, *self.end, *self.tokens)
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The markers that begin calls, unless they are words or need not be there."""
+        return () if self.bare else tuple(text for text in self.start if not text.isalpha())
+
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> JsonCallParser:
+        """Return a parser of one answer."""
+        kind = HeaderCallParser if self.header else JsonCallParser
+        return kind(message, self, tools.names)
 
 
 class JsonObjectCall(TextSteps):
@@ -33,12 +67,15 @@ class JsonObjectCall(TextSteps):
 
     __slots__ = (
         "_accepts", "_argued", "_arguments", "_key", "_message", "_named", "_parts", "_raw",
-        "_raw_size", "_span", "_streams", "rejected", "rest",
+        "_raw_size", "_shape", "_span", "_streams", "rejected", "rest",
     )  # fmt: skip
 
-    def __init__(self, message: AnswerMessage, accepts: Callable[[str], bool]) -> None:
+    def __init__(
+        self, message: AnswerMessage, shape: JsonCallShape, accepts: Callable[[str], bool]
+    ) -> None:
         super().__init__(self._open)
         self._message = message
+        self._shape = shape
         self._accepts = accepts
         self._raw: list[str] = []  # all text, as long as it may turn out to be no call
         self._raw_size = 0
@@ -63,7 +100,7 @@ class JsonObjectCall(TextSteps):
 
     def finish(self) -> None:
         """Nothing follows: a call with a name is kept with the arguments so far."""
-        if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
+        if self._named and not self._streams and self._is_arguments() and self._parts:
             self._message.add_json(_unquoted_part("".join(self._parts)))
         # A call that is cut before its arguments gets no "{}": the client must not run it.
         self._argued = True
@@ -97,6 +134,8 @@ class JsonObjectCall(TextSteps):
     def _value(self) -> bool:
         self._take_space()
         if not self._text:
+            return False
+        if self._shape.keyed and not self._named and not self._name(self._key):
             return False
         if self._text[0] in '"{[':
             return self._begin_span()
@@ -140,7 +179,7 @@ class JsonObjectCall(TextSteps):
             self._step = self._colon
             return self._key is not None or self._close()
         self._step = self._member
-        if self._key == "name" and not self._named:
+        if self._key in self._shape.name and not self._named:
             return self._name(_unquoted(text))
         if text and self._takes_arguments():
             self._argued = True
@@ -163,7 +202,10 @@ class JsonObjectCall(TextSteps):
         return True
 
     def _takes_arguments(self) -> bool:
-        return self._key in _ARGUMENTS and not self._argued
+        return not self._argued and self._is_arguments()
+
+    def _is_arguments(self) -> bool:
+        return self._shape.keyed or self._key in self._shape.arguments
 
     def _close(self, whole: bool = True) -> bool:
         if self._named:
@@ -208,31 +250,24 @@ def _never() -> bool:
     return False
 
 
-class JsonCallShape(NamedTuple):
-    """What is around the objects: ``start`` and ``end`` are markers. Without ``end`` the calls end
-    at the first text that is neither an object nor a separator. ``bare``: an answer may begin with
-    an object, without a marker; it is a call if it names one of the request's tools."""
-
-    start: tuple[str, ...]
-    end: str = ""
-    bare: bool = False
-
-
 class JsonCallParser(CallSteps):
     """Content, then markers around one object, several, or an array of objects.
 
     ``tool_names`` are those of the request.
     """
 
-    __slots__ = ("_after_call", "_call", "_end", "_start", "_tool_names", "_without_marker")
+    __slots__ = (
+        "_after_call", "_call", "_end", "_shape", "_start", "_tool_names", "_without_marker",
+    )  # fmt: skip
 
     def __init__(
         self, message: AnswerMessage, shape: JsonCallShape, tool_names: frozenset[str] = frozenset()
     ) -> None:
         super().__init__(self._beginning if shape.bare else self._outside, message)
+        self._shape = shape
         self._tool_names = tool_names
         self._start = Markers(*shape.start)
-        self._end = Markers(*([shape.end] if shape.end else []))
+        self._end = Markers(*shape.end)
         self._without_marker = False
         self._after_call = False
         self._call: JsonObjectCall | None = None
@@ -243,7 +278,8 @@ class JsonCallParser(CallSteps):
             self._call.finish()
             self._call_ended(self._call)
         # The beginning of the end marker behind a call is dropped, as the whole one is.
-        if not (self._after_call and self._end.may_begin(self._text)):
+        markup = self._end.may_begin(self._text) or self._text in self._end.texts
+        if not (self._after_call and markup):
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
@@ -281,9 +317,9 @@ class JsonCallParser(CallSteps):
             self._put_aside(len(start))
             self._open()
         elif self._end.leading(text):
-            self._close()
+            self._close(self._end.leading(text))
         elif text[0] == "{":
-            self._call = JsonObjectCall(self._message, self._accepts)
+            self._call = JsonObjectCall(self._message, self._shape, self._accepts)
             self._step = self._inside
         elif not self._separator():
             self._step = self._other()
@@ -304,9 +340,9 @@ class JsonCallParser(CallSteps):
             return False
         return True
 
-    def _close(self) -> None:
-        """At the end marker; without a call the markers are content."""
-        self._put_aside(len(self._end.texts[0]))
+    def _close(self, marker: str) -> None:
+        """At the end ``marker``; without a call the markers are content."""
+        self._put_aside(len(marker))
         if self._after_call:
             self._take_aside()
         self._step = self._outside
@@ -334,10 +370,11 @@ class JsonCallParser(CallSteps):
         self._step = self._outside if call.rejected else self._between
 
     def _accepts(self, name: str) -> bool:
-        return not self._without_marker or name in self._tool_names
+        checks = self._without_marker or self._shape.listed
+        return not checks or name in self._tool_names
 
 
-class MistralCallParser(JsonCallParser):
+class HeaderCallParser(JsonCallParser):
     """``[TOOL_CALLS]`` before an array of objects, or before ``name[ARGS]{…}``."""
 
     __slots__ = ("_span",)

@@ -1,11 +1,13 @@
-"""Tool calls as a Python list of function calls: Llama 3.2 and 4, and others."""
+"""Tool calls as Python function calls: Llama 3.2 and 4, LFM2, Olmo 3 and others."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from dynamo.frontend.formats.message import AnswerMessage
-from dynamo.frontend.formats.scan import MAX_HELD, TextSteps, json_text, value_json
+from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.scan import MAX_HELD, Markers, json_text, value_json
 
 _NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(")
 _NAME_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
@@ -16,19 +18,47 @@ _STRUCTURE = re.compile(r"[\"'()\[\]{},]")
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
-class PythonicCallParser(TextSteps):
-    """``[f(a=1), g(b="x")]`` as the whole answer; ``tool_names`` are those of the request.
+class PythonicCallShape(NamedTuple):
+    """The markers around the calls. Without any, the calls are the whole answer, and of tools of
+    the request alone; else the brackets around them may be missing."""
 
-    Each argument is passed on, as JSON, when it is complete. Anything that is not such a list, with
-    keywords alone and tools of the request, is content.
+    start: str = ""
+    end: str = ""
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return tuple(filter(None, self))
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The marker that begins calls, if any."""
+        return (self.start,) if self.start else ()
+
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> PythonicCallParser:
+        """Return a parser of one answer."""
+        return PythonicCallParser(message, self, tools.names)
+
+
+class PythonicCallParser(CallSteps):
+    """``[f(a=1), g(b="x")]`` as the whole answer or between markers.
+
+    ``tool_names`` are those of the request. Each argument is passed on, as JSON, when it is
+    complete. Anything that is not such a list, with keywords alone, is content.
     """
 
-    __slots__ = ("_arguments", "_expression", "_message", "_name", "_tool_names")
+    __slots__ = (
+        "_arguments", "_end", "_expression", "_name", "_shape", "_start", "_tool_names",
+    )  # fmt: skip
 
-    def __init__(self, message: AnswerMessage, tool_names: frozenset[str]) -> None:
-        super().__init__(self._beginning)
-        self._message = message
+    def __init__(
+        self, message: AnswerMessage, shape: PythonicCallShape, tool_names: frozenset[str]
+    ) -> None:
+        super().__init__(self._outside if shape.start else self._beginning, message)
+        self._shape = shape
         self._tool_names = tool_names
+        self._start = Markers(*shape.begins)
+        self._end = Markers(*filter(None, (shape.end,)))
         self._name = ""  # of a function whose first argument is to come
         self._arguments = 0
         self._expression = _Expression()
@@ -41,6 +71,9 @@ class PythonicCallParser(TextSteps):
             self._end_call()
         elif self._step == self._value:
             self._message.add_arguments(self._text.strip())
+        elif self._step == self._separator:
+            if self._aside or not self._end.may_begin(self._text):
+                self._message.add_content(self._take_aside() + self._text)
         elif self._step != self._keyword or self._name:
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
@@ -55,16 +88,27 @@ class PythonicCallParser(TextSteps):
         return True
 
     def _outside(self) -> bool:
-        """Content, to the end of the answer."""
-        self._message.add_content(self._take_aside() + self._take(len(self._text)))
-        return False
+        """Content, to the marker of calls, if the format has one, or the end of the answer."""
+        marker = self._content(self._start)
+        if marker:
+            self._step = self._open
+        return bool(marker)
+
+    def _open(self) -> bool:
+        """Behind the marker: the bracket may be missing."""
+        self._put_space_aside()
+        if not self._text:
+            return False
+        self._put_aside(1 if self._text[0] == "[" else 0)
+        self._step = self._call
+        return True
 
     def _call(self) -> bool:
         """At the name of a function."""
         header = _NAME.match(self._text, 0, _MAX_NAME + 1)
         if header is None and self._incomplete(_NAME_BEGINS):
             return False
-        if header is None or header.end() > _MAX_NAME or header[1] not in self._tool_names:
+        if header is None or header.end() > _MAX_NAME or not self._accepts(header[1]):
             self._step = self._outside
             return True
         self._put_aside(header.end())
@@ -113,11 +157,23 @@ class PythonicCallParser(TextSteps):
     def _separator(self) -> bool:
         """After a call: another, or the end of the list."""
         self._take_space()
-        if not self._text:
+        text = self._text
+        if not text or self._end.may_begin(text):
             return False
-        self._step = self._call if self._text[0] == "," else self._outside
-        self._take(1 if self._text[0] in ",]" else 0)
+        end = self._end.leading(text)
+        marked = bool(self._shape.start)
+        self._take(len(end) or (1 if text[0] in ",]" else 0))
+        if end:
+            self._step = self._outside
+        elif text[0] == ",":
+            self._step = self._separator if marked else self._call
+        elif not marked or text[0] != "]":
+            is_name = marked and (text[0].isalpha() or text[0] == "_")
+            self._step = self._call if is_name else self._outside
         return True
+
+    def _accepts(self, name: str) -> bool:
+        return self._shape.start != "" or name in self._tool_names
 
     def _begin(self) -> None:
         """Begin the call, now that it has the form of one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dynamo.frontend.formats.frames import Frame
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
 from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
 
@@ -16,7 +17,9 @@ class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
     unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too if a
     call follows. ``tokens``: special tokens that are parts of the tags. ``as_content``: the answer
-    is content, and begins with the first tag, which the prompt has."""
+    is content, and begins with the first tag, which the prompt has. ``others``: more pairs of tags.
+    ``frames``: markers around the parts of an answer. ``again``: reasoning may follow the content,
+    too. ``suffixed``: the tags of a checkpoint may end with a suffix of its own."""
 
     opens: str
     closes: str
@@ -24,11 +27,21 @@ class ReasoningShape(NamedTuple):
     calls: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     as_content: bool = False
+    others: tuple[tuple[str, str], ...] = ()
+    frames: tuple[Frame, ...] = ()
+    again: bool = False
+    suffixed: bool = False
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Every pair of tags."""
+        return ((self.opens, self.closes), *self.others)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        return (self.opens, self.closes, *self.tokens)
+        texts = (text for texts in (*self.pairs, *self.frames) for text in texts)
+        return (*texts, *self.tokens)
 
     def begins_inside(self, prompt: str | None, prefill: str | None = None) -> bool:
         """Whether the answer to ``prompt`` begins inside the reasoning.
@@ -37,11 +50,13 @@ class ReasoningShape(NamedTuple):
         """
         # The end alone decides, and rstrip would copy a long prompt.
         end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
-        if end.endswith(self.opens.rstrip(SPACE)):
+        opens = tuple(pair[0].rstrip(SPACE) for pair in self.pairs)
+        closes = tuple(pair[1] for pair in self.pairs)
+        if end.endswith(opens):
             return True
         if prefill is not None:
-            return prefill.rfind(self.opens.rstrip(SPACE)) > prefill.rfind(self.closes)
-        return self.forced and not end.endswith(self.closes)
+            return max(map(prefill.rfind, opens)) > max(map(prefill.rfind, closes))
+        return self.forced and not end.endswith(closes)
 
 
 class ContentParser:
@@ -73,8 +88,8 @@ class ReasoningParser(TextSteps):
     """
 
     __slots__ = (
-        "_close", "_ends", "_inside", "_json_only", "_make_probe", "_marker", "_message", "_open",
-        "_parser", "_probe",
+        "_again", "_close", "_ends", "_frames", "_inside", "_json_only", "_make_probe", "_marker",
+        "_message", "_open", "_parser", "_probe",
     )  # fmt: skip
 
     def __init__(
@@ -88,9 +103,12 @@ class ReasoningParser(TextSteps):
     ) -> None:
         super().__init__(self._beginning)
         self._message = message
-        self._open = Markers(shape.opens)
-        self._close = Markers(shape.closes)
-        self._ends = Markers(shape.closes, *(() if probe is None else shape.calls))
+        opens, closes = zip(*shape.pairs, strict=True)
+        self._open = Markers(*opens)
+        self._again = Markers(*(opens if shape.again else ()))
+        self._close = Markers(*closes)
+        self._ends = Markers(*closes, *(() if probe is None else shape.calls))
+        self._frames = Markers(*(frame[0] for frame in shape.frames if len(frame) == 1))
         self._make_probe = probe
         self._probe: CallProbe | None = None
         self._marker = ""
@@ -110,11 +128,14 @@ class ReasoningParser(TextSteps):
     def _beginning(self) -> bool:
         self._put_space_aside()
         text = self._text
-        if self._open.may_begin(text):
+        if self._open.may_begin(text) or self._frames.may_begin(text):
             return False
+        if frame := self._frames.leading(text):
+            self._take(len(frame))
+            return True
         space = self._take_aside()
-        if self._open.leading(text):
-            self._take(len(self._open.texts[0]))
+        if marker := self._open.leading(text):
+            self._take(len(marker))
             self._step = self._first
         elif self._inside and not (self._json_only and text[0] in "[{"):
             self._step = self._first
@@ -128,6 +149,7 @@ class ReasoningParser(TextSteps):
         self._take_space()
         if not self._text:
             return False
+        self._message.next_part(True)
         self._step = self._reasoning
         return True
 
@@ -135,7 +157,7 @@ class ReasoningParser(TextSteps):
         count, marker = self._ends.find(self._text)
         if count:
             self._message.add_reasoning(self._take(count))
-        if marker == self._close.texts[0]:
+        if marker and marker in self._close.texts:
             self._message.end_reasoning()
             self._take(len(marker))
             self._step = self._gap
@@ -191,7 +213,13 @@ class ReasoningParser(TextSteps):
         return True
 
     def _after(self) -> bool:
-        text, self._text = self._text, ""
-        if text:
-            self._parser.push(text)
-        return False
+        """After the reasoning: to the next one, if the format may have more."""
+        count, marker = self._again.find(self._text)
+        if count:
+            self._parser.push(self._take(count))
+        if marker and self._message.in_call:
+            self._parser.push(self._take(len(marker)))
+        elif marker:
+            self._take(len(marker))
+            self._step = self._first
+        return bool(marker)

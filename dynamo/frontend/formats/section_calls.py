@@ -1,4 +1,4 @@
-"""The tool calls of DeepSeek V3 and V3.1, and of Kimi K2: a section of calls between markers."""
+"""Tool calls in a section between markers, as of DeepSeek V3, V3.1 and Kimi K2."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import re
 from typing import NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import Markers
 
-_SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _SEPARATOR, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _MAX_HEADER = 512
-_KIMI_END = "<|tool_call_end|>"
 _NUMBERED = re.compile(r"^(?:functions\.)?(.*?)(?::\d+)?$", re.DOTALL)
 
 
-class SectionShape(NamedTuple):
+class SectionCallShape(NamedTuple):
     """The ``markers`` of a section's beginning and end and of a call, and the parts of a call.
 
     A call is a header, ``opens`` and its arguments, up to one of ``closes``. The name follows
     ``before_name`` in the header. With ``numbered`` the header is the id of the call, as
-    ``functions.NAME:NUMBER``; later prompts must have this id.
+    ``functions.NAME:NUMBER``; later prompts must have this id. ``tokens`` are special tokens that
+    the markers contain.
     """
 
     markers: tuple[str, str, str]
@@ -28,23 +27,22 @@ class SectionShape(NamedTuple):
     opens: str
     closes: tuple[str, ...]
     numbered: bool = False
+    tokens: tuple[str, ...] = ()
 
     @property
     def every_marker(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        return tuple(filter(None, (*self.markers, self.before_name, self.opens, *self.closes)))
+        texts = (*self.markers, self.before_name, self.opens, *self.closes, *self.tokens)
+        return tuple(filter(None, texts))
 
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The marker that begins a section."""
+        return self.markers[:1]
 
-_DEEPSEEK = (_SECTION, _END_SECTION, _CALL)
-DEEPSEEK_V3 = SectionShape(_DEEPSEEK, _SEPARATOR, "```json\n", ("\n```" + _END_CALL, _END_CALL))
-DEEPSEEK_V3_1 = SectionShape(_DEEPSEEK, "", _SEPARATOR, (_END_CALL,))
-KIMI_K2 = SectionShape(
-    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-    "",
-    "<|tool_call_argument_begin|>",
-    (_KIMI_END,),
-    numbered=True,
-)
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> SectionCallParser:
+        """Return a parser of one answer."""
+        return SectionCallParser(message, self)
 
 
 class SectionCallParser(CallSteps):
@@ -52,7 +50,7 @@ class SectionCallParser(CallSteps):
 
     __slots__ = ("_closes", "_in_section", "_shape", "_start")
 
-    def __init__(self, message: AnswerMessage, shape: SectionShape) -> None:
+    def __init__(self, message: AnswerMessage, shape: SectionCallShape) -> None:
         super().__init__(self._outside, message)
         self._shape = shape
         section, end_section, call = shape.markers

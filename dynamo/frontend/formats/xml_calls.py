@@ -1,12 +1,14 @@
-"""The tool calls of Qwen3-Coder, MiniMax M2, GLM 4.5 and DeepSeek V3.2: a tag a parameter."""
+"""Tool calls with a tag for each parameter, as of Qwen3-Coder, MiniMax M2 and GLM 4.5."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
     Markers,
@@ -25,18 +27,21 @@ _MAX_GAP = 256
 """White space that may be between the end of a value and the next tag."""
 _QUOTES = "\"'"
 _BARE_NAME = re.compile(r"[\w./:-]+")
-_TYPED = re.compile(r"""\bstring\s*=\s*["']?(true|false)\b""")
+_TYPED = re.compile(r"""\b(?:string\s*=\s*["']?(true|false)\b|type\s*=\s*["']?(\w+))""")
+_TEXT_TYPES = ("true", "string")
 
 
 class XmlCallShape(NamedTuple):
     """The tags around a call, its function and each parameter, each as (opens, closes).
 
-    ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``name_ends``.
-    Where ``function`` opens with "", the name follows ``call`` at once, and the first parameter or
-    the end of the call ends it. ``value_opens`` is a tag between the name of a parameter and its
-    value. Line breaks around a value are dropped with ``trims``. ``token`` is a special token that
-    the tags contain: then ``string="true"`` or ``"false"`` behind a name says whether the value is
-    a text.
+    ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``tag_ends`` and
+    ``name_ends``. Where ``function`` opens with "", the name follows ``call`` at once, and the
+    first parameter or the end of the call ends it; where ``call`` is "", a function has no tag
+    around it. ``value_opens`` is a tag between the name of a parameter and its value, and
+    ``value_closes`` another end of a value. Line breaks around a value are dropped with ``trims``.
+    ``typed``: ``string="true"`` or ``type="string"`` behind a name says whether a value is a text.
+    ``doubled``: the function ``f`` is called ``f.f``. ``follows`` are frames that may stand
+    behind a call. ``tokens`` are special tokens that the tags contain.
     """
 
     call: tuple[str, str]
@@ -45,41 +50,28 @@ class XmlCallShape(NamedTuple):
     name_ends: str = ">"
     value_opens: str = ""
     trims: bool = True
-    token: str = ""
+    tag_ends: str = ">"
+    value_closes: str = ""
+    typed: bool = False
+    doubled: bool = False
+    follows: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
 
     @property
     def every_marker(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        tags = [*self.call, *self.function, *self.parameter]
-        tags += self.name_ends, self.value_opens, self.token
+        tags = [*self.call, *self.function, *self.parameter, *self.tokens]
+        tags += self.name_ends, self.tag_ends, self.value_opens
         return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
 
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The marker that begins a call."""
+        return (self.call[0] or self.function[0],)
 
-QWEN3_CODER = XmlCallShape(
-    ("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>")
-)
-MINIMAX_M2 = XmlCallShape(
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ("<invoke name=", "</invoke>"),
-    ("<parameter name=", "</parameter>"),
-    trims=False,
-)
-GLM_45 = XmlCallShape(
-    ("<tool_call>", "</tool_call>"),
-    ("", "</tool_call>"),
-    ("<arg_key>", "</arg_value>"),
-    "</arg_key>",
-    "<arg_value>",
-    trims=False,
-)
-DEEPSEEK_V3_2 = XmlCallShape(
-    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-    ("<｜DSML｜invoke name=", "</｜DSML｜invoke>"),
-    ("<｜DSML｜parameter name=", "</｜DSML｜parameter>"),
-    trims=False,
-    token="｜DSML｜",
-)
-DEEPSEEK_V4 = DEEPSEEK_V3_2._replace(call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
+    def parser(self, message: AnswerMessage, tools: RequestTools) -> XmlCallParser:
+        """Return a parser of one answer."""
+        return XmlCallParser(message, tools.schemas, self)
 
 
 class _Tags:
@@ -89,36 +81,37 @@ class _Tags:
     """
 
     __slots__ = (
-        "after", "bare_name_end", "begins", "call_end", "function", "in_function", "name_end",
-        "starts", "value", "value_end",
+        "after", "bare_name_end", "begins", "call_end", "ends", "function", "in_function",
+        "name_end", "starts", "value", "value_end",
     )  # fmt: skip
 
     def __init__(self, shape: XmlCallShape) -> None:
-        functions = (shape.function[0],) if shape.function[0] else ()
+        functions = tuple(filter(None, (shape.function[0],)))
         # Both are one tag where a function has none of its own.
-        closes = tuple(dict.fromkeys((shape.function[1], shape.call[1])))
-        opens, ends = shape.parameter
-        value_opens = (shape.value_opens,) if shape.value_opens else ()
-        self.begins = (shape.call[0], *functions)
+        closes = tuple(filter(None, dict.fromkeys((shape.function[1], shape.call[1]))))
+        opens = shape.parameter[0]
+        ends = tuple(filter(None, (shape.parameter[1], shape.value_closes)))
+        value_opens = tuple(filter(None, (shape.value_opens,)))
+        self.begins = (*filter(None, (shape.call[0],)), *functions)
+        self.ends = ends
         self.starts = Markers(*self.begins)
         self.function = Markers(*functions)
-        self.call_end = Markers(shape.call[1])
+        call_end = (*filter(None, (shape.call[1],)), *shape.follows)
+        self.call_end = Markers(*call_end)
         self.bare_name_end = Markers(opens, *closes)
-        self.in_function = Markers(opens, ends, *closes, *self.begins)
-        self.name_end = Markers(shape.name_ends, *value_opens, opens, ends, *closes)
+        self.in_function = Markers(opens, *ends, *closes, *self.begins, *shape.follows)
+        self.name_end = Markers(shape.name_ends, *value_opens, opens, *ends, *closes)
         self.value = Markers(*value_opens)
-        self.value_end = Markers(ends, opens, *closes)
-        between = Markers(shape.call[1], *self.begins)
+        self.value_end = Markers(*ends, opens, *closes)
+        between = Markers(*call_end, *self.begins)
         self.after = {
-            ends: Markers(opens, *closes, *self.begins),
+            **dict.fromkeys(ends, Markers(opens, *closes, *self.begins, *shape.follows)),
             shape.function[1]: between,
-            shape.call[1]: self.starts,
+            shape.call[1]: Markers(*self.begins, *shape.follows),
         }
 
 
-_TAGS = {
-    shape: _Tags(shape) for shape in (QWEN3_CODER, MINIMAX_M2, GLM_45, DEEPSEEK_V3_2, DEEPSEEK_V4)
-}
+_tags = functools.cache(_Tags)
 
 
 class XmlCallParser(CallSteps):
@@ -138,11 +131,11 @@ class XmlCallParser(CallSteps):
         self,
         message: AnswerMessage,
         schemas: Mapping[str, Mapping[str, Any]],
-        shape: XmlCallShape = QWEN3_CODER,
+        shape: XmlCallShape,
     ) -> None:
         super().__init__(self._outside, message)
         self._shape = shape
-        self._tags = _TAGS[shape]
+        self._tags = _tags(shape)
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
         self._parameters = 0
@@ -200,20 +193,21 @@ class XmlCallParser(CallSteps):
 
     def _name(self) -> bool:
         """After ``<function=``."""
-        end = self._text.find(">")
-        if end < 0 and len(self._text) <= _MAX_NAME:
+        tag_ends = self._shape.tag_ends
+        end = self._text.find(tag_ends)
+        if end < 0 and len(self._text) < _MAX_NAME + len(tag_ends):
             return False
         tag = self._named(self._text[:end]) if 0 <= end <= _MAX_NAME else None
         if tag is None or not _may_be_name(tag[0], self._schemas):
             self._step = self._outside
             return True
-        self._take(end + 1)
+        self._take(end + len(tag_ends))
         self._begin(tag[0])
         return True
 
     def _named(self, text: str) -> tuple[str, str] | None:
         """The name in a tag and the attributes behind it; None for a tag without a name."""
-        if self._shape.function[0].endswith("name="):
+        if self._shape.function[0].endswith(("name=", "tool=")):
             return attribute_value(text)
         name = text.strip().strip(_QUOTES)
         return (name, "") if name else None
@@ -235,6 +229,9 @@ class XmlCallParser(CallSteps):
 
     def _begin(self, name: str) -> None:
         self._take_aside()
+        namespace, _, last = name.partition(".")
+        if self._shape.doubled and namespace == last:
+            name = last
         self._types = self._schemas.get(name, {})
         self._parameters = 0
         self._names = set()
@@ -247,11 +244,10 @@ class XmlCallParser(CallSteps):
         if self._tags.in_function.may_begin(self._text):
             return False
         marker = self._tags.in_function.leading(self._text)
-        opens, ends = self._shape.parameter
-        if marker == opens:
+        if marker == self._shape.parameter[0]:
             self._take(len(marker))
             self._step = self._parameter
-        elif marker == ends:  # of a parameter without a name
+        elif marker in self._tags.ends:  # of a parameter without a name
             self._take(len(marker))
         elif marker in self._tags.begins:  # the end of this call is missing
             self._end_call()
@@ -302,9 +298,11 @@ class XmlCallParser(CallSteps):
         self._take(count + (len(marker) if marker == self._shape.name_ends else 0))
         name, attributes = tag
         self._names.add(name)
-        typed = _TYPED.search(attributes) if self._shape.token else None
+        typed = _TYPED.search(attributes) if self._shape.typed else None
         schema = None if typed is not None else self._types.get(name)
-        self._reads_text = is_text(schema) if typed is None else typed[1] == "true"
+        self._reads_text = is_text(schema)
+        if typed is not None:
+            self._reads_text = typed[typed.lastindex or 0] in _TEXT_TYPES
         self._kinds = kinds_of(schema)
         self._schema = schema if "string" in self._kinds and not self._reads_text else None
         quote = '"' if self._reads_text else ""
@@ -351,7 +349,7 @@ class XmlCallParser(CallSteps):
     def _end_value(self, text: str, marker: str) -> str:
         """Return the value ``text`` without the line break that the format puts before the tag
         ``marker``, and drop that, unless it is the next tag: then the end is missing."""
-        closes = marker == self._shape.parameter[1]
+        closes = marker in self._tags.ends
         self._take(len(marker) if closes else 0)
         self._step = self._function
         return text.removesuffix("\n") if self._shape.trims or not closes else text
@@ -422,7 +420,8 @@ class XmlCallParser(CallSteps):
         space = self._take_aside()
         self._message.add_content("" if end else space)
         self._take(len(end))
-        self._step = self._outside
+        if end not in self._shape.follows:
+            self._step = self._outside
         return True
 
 

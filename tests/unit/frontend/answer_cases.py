@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dynamo.frontend.formats.formats import TOOL_FORMATS, RequestTools
+from family_cases import FAMILIES, texts
+
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.table import TOOL_FORMATS
 
 CITY = {"type": "string", "description": "The city"}
 TOOLS: list[dict[str, Any]] = [
@@ -487,6 +491,20 @@ CASES = (
     Case("nemotron_deci", '<TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>', (TIME,)),
     Case("phi4", 'functools[{"name": "get_time", "arguments": {}}]', (TIME,)),
     Case("phi4", "use functools.partial", content="use functools.partial"),
+    *(
+        Case(
+            name,
+            text.text,
+            tuple((f, json.dumps(a, ensure_ascii=False)) for f, a in text.calls),
+            text.content,
+        )
+        for name, family in FAMILIES.items()
+        for text in texts(family)
+        # The model numbers the calls of kimi_k2, and all of this family have one number. Values
+        # inside those of minimax_m3 have no schema here: they are texts.
+        if not (name == "kimi_k2" and len(text.calls) > 1)
+        and not (name == "minimax_m3" and text.kind in ("rich", "three"))
+    ),
 )
 
 

@@ -20,9 +20,11 @@ from dynamo.config.worker import (
     TOOL_CALL_ALIASES,
     TOOL_CALL_PARSERS,
 )
-from dynamo.frontend.formats.formats import REASONING_FORMATS, TOOL_FORMATS, RequestTools
+from dynamo.frontend.formats.frames import FrameParser
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
 from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser, ReasoningShape
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.table import REASONING_FORMATS, TOOL_FORMATS
 
 THINK = ReasoningShape("<think>", "</think>")
 
@@ -77,6 +79,7 @@ MARKUP = [
     "<｜DSML｜function_calls>", "<｜DSML｜invoke name=",
     '<｜DSML｜parameter name="a" string="true">',
     "</｜DSML｜parameter>", "</｜DSML｜invoke>", "\n", ",", "null", "é",
+    *sorted({marker for each in TOOL_FORMATS.values() for marker in each.markers}),
 ]  # fmt: skip
 
 
@@ -214,6 +217,65 @@ def test_reasoning_by_name(name: str, text: str, reasoning: str | None, content:
     assert think(shape, shape.begins_inside(""), *text) == [reasoning, content]
 
 
+def read_thought(name: str, text: str, inside: bool, cuts: list[int]) -> dict[str, Any]:
+    """The message of an answer without tools, as :class:`ModelFormats` reads it."""
+    shape = REASONING_FORMATS[name]
+    assert shape is not None
+    message = AnswerMessage(lambda: "id")
+    rest: AnswerParser = ContentParser(message)
+    if shape.frames:
+        rest = FrameParser(message, shape.frames, rest)
+    parser = ReasoningParser(message, shape, inside, rest)
+    for start, end in pairwise(sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})):
+        parser.push(text[start:end])
+    parser.finish()
+    return message.whole()
+
+
+TAGGED = sorted(name for name, shape in REASONING_FORMATS.items() if shape is not None)
+SHAPES = [shape for shape in REASONING_FORMATS.values() if shape is not None]
+THOUGHT_PIECES = [
+    "So.", "Hi", " ", "\n", "<", "a", *sorted({text for shape in SHAPES for text in shape.markers}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_every_row_of_reasoning_ends_at_its_tag(name: str) -> None:
+    shape = REASONING_FORMATS[name]
+    assert shape is not None
+    for opens, closes in shape.pairs:
+        text = f"{opens}\nSo <b>.\n{closes}\n\nHi."
+        for cuts in ([], list(range(len(text)))):
+            found = read_thought(name, text, False, cuts)
+            assert (found["reasoning_content"], found["content"]) == ("So <b>.", "Hi.")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_no_row_of_reasoning_shows_its_frames(name: str) -> None:
+    shape = REASONING_FORMATS[name]
+    assert shape is not None
+    for frame in shape.frames:
+        text = "".join(frame) if len(frame) == 1 else f"{frame[0]}x{frame[1]}"
+        rest = "".join(frame[1:])  # what follows a name is a frame of its own, if it is one
+        found = read_thought(name, f"{shape.opens}So.{shape.closes}Hi\n{text}there", False, [])
+        assert found["content"] in ("Hithere", f"Hi{rest}there")
+
+
+@given(
+    name=st.sampled_from(TAGGED),
+    pieces=st.lists(st.sampled_from(THOUGHT_PIECES), max_size=16),
+    inside=st.booleans(),
+    cuts=st.lists(st.integers(0, 300), max_size=12),
+)
+def test_cuts_do_not_change_the_reasoning(
+    name: str, pieces: list[str], inside: bool, cuts: list[int]
+) -> None:
+    text = "".join(pieces)
+    whole = read_thought(name, text, inside, [])
+    assert read_thought(name, text, inside, cuts) == whole
+    assert read_thought(name, text, inside, list(range(len(text)))) == whole
+
+
 HERMES_CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 
 
@@ -244,7 +306,7 @@ def test_a_call_ends_unclosed_reasoning(
 def test_every_format_with_a_marker_ends_reasoning() -> None:
     """The others have no marker that must be there, or reasoning of their own."""
     without = {name for name, each in TOOL_FORMATS.items() if not each.begins}
-    assert without == {"harmony", "llama3_json", "phi4", "pythonic"}
+    assert without == {"harmony", "llama3_json", "phi4", "pythonic", "xlam"}
 
 
 def test_a_grammar_from_the_first_token_leaves_no_reasoning() -> None:

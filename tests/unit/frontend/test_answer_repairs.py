@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from answer_cases import merge_all, tool_parser, tool_probe
+from family_cases import FAMILIES, Family, xml_value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.formats.formats import TOOL_FORMATS
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
 from dynamo.frontend.formats.reasoning import ReasoningParser, ReasoningShape
 from dynamo.frontend.formats.scan import StringEscapes
+from dynamo.frontend.formats.table import TOOL_FORMATS
 
 NS = "]<]minimax[>["
 
@@ -30,7 +31,19 @@ class Tags(NamedTuple):
     no_name: str
 
 
+def tags_of(family: Family) -> Tags:
+    section, _, end_section = family.section.partition("CALLS")
+    call, _, end_call = family.call.replace("NAME", "get_weather").partition("PARAMETERS")
+    opens, _, closes = family.parameter.replace(' type="TYPE"', "").partition("VALUE")
+    ends = end_call + end_section
+    return Tags(section + call, opens.replace("KEY", "{}"), closes, ends, opens.partition("KEY")[0])
+
+
 TAGS = {
+    name: tags_of(family)
+    for name, family in FAMILIES.items()
+    if family.parameter and family.value is xml_value
+} | {
     "qwen3_coder": Tags(
         "<tool_call>\n<function=get_weather>\n", "<parameter={}>\n", "\n</parameter>\n",
         "</function>\n</tool_call>", "<parameter=",
@@ -59,19 +72,12 @@ TAGS = {
     ),
 }  # fmt: skip
 JSON_CALLS = {
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "harmony": "<|channel|>commentary to=functions.get_weather<|message|>{}<|call|>",
-    "hermes": '<tool_call>{{"name": "get_weather", "arguments": {}}}</tool_call>',
-    "jamba": '<tool_calls>[{{"name": "get_weather", "arguments": {}}}]</tool_calls>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-    "llama3_json": '{{"name": "get_weather", "parameters": {}}}',
-    "mistral": "[TOOL_CALLS]get_weather[ARGS]{}",
-    "nemotron_deci": '<TOOLCALL>[{{"name": "get_weather", "arguments": {}}}]</TOOLCALL>',
-    "phi4": 'functools[{{"name": "get_weather", "arguments": {}}}]',
+    name: family.write([("get_weather", {})])
+    .replace("{", "{{")
+    .replace("}", "}}")
+    .replace("{{}}", "{}")
+    for name, family in FAMILIES.items()
+    if not family.parameter
 }
 
 
@@ -106,7 +112,7 @@ def arguments(name: str, text: str) -> Any:
 
 
 def test_every_format_is_here() -> None:
-    others = {"gemma4", "pythonic"}
+    others = {"functiongemma", "gemma4", "lfm2", "olmo3", "pythonic"}
     assert {*TAGS, *JSON_CALLS, *others} == set(TOOL_FORMATS)
 
 
@@ -124,7 +130,7 @@ def test_a_value_without_its_end_ends_at_the_next_tag(name: str, missing: str) -
 @pytest.mark.parametrize("name", TAGS)
 def test_a_model_that_stops_early_has_called(name: str) -> None:
     tags = TAGS[name]
-    if name != "glm45":  # there the next tag ends the name
+    if name not in ("glm45", "hy_v3", "k2_horizon"):  # there the next tag ends the name
         assert arguments(name, tags.begins) == {}
     assert arguments(name, tags.begins + tags.opens.format("city") + "a") == {"city": "a"}
     assert arguments(name, tags.begins + tags.opens.format("days") + "5") == {"days": 5}
@@ -142,7 +148,7 @@ def test_a_value_may_contain_its_end(name: str) -> None:
         assert not found["content"]
 
 
-@pytest.mark.parametrize("name", sorted(set(TAGS) - {"minimax_m3"}))
+@pytest.mark.parametrize("name", sorted(set(TAGS) - {"minimax_m3", "muse_glimmer"}))
 def test_a_parameter_without_a_name_leaves_the_next_alone(name: str) -> None:
     tags = TAGS[name]
     for broken in ("", "\nfoo\n", "foo\nbar", "\n<b>foo\n"):
@@ -151,7 +157,7 @@ def test_a_parameter_without_a_name_leaves_the_next_alone(name: str) -> None:
         assert arguments(name, text) == {"days": 5}
 
 
-@pytest.mark.parametrize("name", sorted(set(TAGS) - {"minimax_m3"}))
+@pytest.mark.parametrize("name", sorted(set(TAGS) - {"minimax_m3", "muse_glimmer"}))
 def test_a_call_without_its_end_ends_at_the_next_call(name: str) -> None:
     tags = TAGS[name]
     text = tags.begins + tags.opens.format("city") + "a" + tags.closes
@@ -201,7 +207,8 @@ def test_escapes_do_not_depend_on_cuts(pieces: list[str]) -> None:
 def test_no_arguments_are_an_empty_object(name: str) -> None:
     if name == "mistral":
         return  # a brace begins them
-    empty = "" if name in ("deepseek_v3", "deepseek_v3_1", "harmony", "kimi_k2") else '""'
+    alone = name in ("deepseek_v3", "deepseek_v3_1", "harmony", "kimi_k2", "plamo3")
+    empty = "" if alone else '""'
     assert arguments(name, JSON_CALLS[name].format(empty)) == {}
 
 
@@ -310,16 +317,21 @@ def test_a_mention_does_not_hide_a_call(name: str) -> None:
     assert found["reasoning_content"] == f"I write {marker} and"
 
 
-PIECES = sorted(
-    {
-        *(marker for each in TOOL_FORMATS.values() for marker in each.markers),
-        *(tag for tags in TAGS.values() for tag in tags),
-        *(tags.opens.format("city") for tags in TAGS.values()),
-        "<think>", "</think>", "\n", " ", "a", '"', "\\", "{", "}", "[", "]", "<", ">", ",", ":",
-        '{"name": "get_weather", "arguments": {"city": "a\nb"}}', "get_weather", "(city=", ")",
-        "call:f{", "to=get_time", "'", "5", "name=", '"city" string="true">',
-    }
-)  # fmt: skip
+COMMON = {
+    "<think>", "</think>", "\n", " ", "a", '"', "\\", "{", "}", "[", "]", "<", ">", ",", ":",
+    '{"name": "get_weather", "arguments": {"city": "a\nb"}}', "get_weather", "(city=", ")",
+    "call:f{", "to=get_time", "'", "5", "name=", '"city" string="true">',
+}  # fmt: skip
+
+
+def pieces_of(name: str) -> set[str]:
+    """The markers and tags of a format."""
+    tags = TAGS.get(name)
+    own = () if tags is None else (*tags, tags.opens.format("city"))
+    return {*TOOL_FORMATS[name].markers, *own}
+
+
+PIECES = sorted({*COMMON, *(piece for name in TOOL_FORMATS for piece in pieces_of(name))})
 
 
 @given(
@@ -338,7 +350,7 @@ def test_a_stream_is_the_whole_answer_at_any_cut(
         assert found[0] == found[1] == found[2]
 
 
-REPEATED = sorted({*PIECES, " \n", "\\\\", "'\"", "[{", "((", "<tool_call>{", "a ", "::", "x=1,"})
+REPEATED = {*COMMON, " \n", "\\\\", "'\"", "[{", "((", "<tool_call>{", "a ", "::", "x=1,"}
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -356,7 +368,7 @@ def test_no_text_costs_more_than_its_length(name: str) -> None:
         beginnings += ["[get_weather(city=", "<|tool_call>call:f{a:"]
     slow = []
     for beginning in beginnings:
-        for piece in REPEATED:
+        for piece in sorted(REPEATED | pieces_of(name)):
             four = _cpu_s(name, beginning, piece, 8_000)
             if four > 0.02 and four > 10 * _cpu_s(name, beginning, piece, 2_000):
                 once, four = (_cpu_s(name, beginning, piece, size) for size in (8_000, 32_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.worker import REASONING_PARSERS
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.events import ParsedChatStream
-from dynamo.frontend.formats.formats import RequestTools
+from dynamo.frontend.formats.formats import ModelFormats
+from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.text.tokenizer import Tokenizer
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput
@@ -78,6 +82,42 @@ def stream(text: str, reason: str = "stop", **fields: Any) -> tuple[Any, list[An
         chat_types.ChatCompletionChunk.model_validate(chunk, strict=True)
         merge(message, chunk["choices"][0]["delta"])
     return message, [chunk["choices"][0] for chunk in chunks]
+
+
+def test_the_markers_of_a_checkpoint_may_have_a_suffix(tmp_path: Path) -> None:
+    suffix = ":6124c78e"
+    names = ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+    tags = [f"<{slash}{name}{suffix}>" for name in names for slash in ("", "/")]
+    shutil.copytree(EXAMPLE, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    file = json.loads(path.read_text())
+    token = file["added_tokens"][-1]
+    file["added_tokens"] += [
+        {**token, "id": token["id"] + 1 + number, "content": tag, "special": True}
+        for number, tag in enumerate(tags)
+    ]
+    path.write_text(json.dumps(file))
+    tokenizer = Tokenizer(ModelDirectory(tmp_path / "model"))
+    formats = ModelFormats("hy_v3", "hy_v3", tokenizer)
+    request = parse_chat(chat_body(tools=TOOLS))
+    plain = (
+        "<think>So.</think><tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+        "<arg_value>Paris</arg_value>\n</tool_call>\n</tool_calls>"
+    )
+    text = plain.replace(">", f"{suffix}>")
+    reader = formats.answer(request, "")
+    assert reader is not None
+    ids = tokenizer.encode(text)
+    assert len(ids) < len(text) / 2, "the markers are tokens"
+    message, parser = reader.start()
+    for number in ids:  # all of them are shown to the parser
+        assert number not in reader.tokenizer.special_ids
+    parser.push(text)
+    parser.finish()
+    whole = message.whole()
+    assert whole["reasoning_content"] == "So." and whole["content"] is None
+    (call,) = whole["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
 
 
 def test_reasoning_under_another_name() -> None:

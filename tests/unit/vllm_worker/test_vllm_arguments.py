@@ -48,8 +48,8 @@ def test_the_parser_flags_of_vllm_serve_are_ours(caplog: pytest.LogCaptureFixtur
     found = parse([*auto, *ours, "--tool-call-parser", "openai", "--reasoning-parser", "qwen3"])
     assert (found.worker.tool_call_parser, found.worker.reasoning_parser) == ("hermes", "basic")
     assert parse(auto).worker.reasoning_parser is None and not caplog.messages
-    found = parse([*auto, "--reasoning-parser", "olmo3"])
-    assert found.worker.reasoning_parser is None and "--reasoning-parser olmo3" in caplog.text
+    found = parse([*auto, "--reasoning-parser", "hf"])
+    assert found.worker.reasoning_parser is None and "--reasoning-parser hf" in caplog.text
 
 
 def test_a_wrong_value_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
