@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAB = ROOT / "lab"
 SOURCES = sorted([*(ROOT / "dynamo").rglob("*.py"), *(LAB / "dynamo_lab").rglob("*.py")])
 COMPILED = sorted((ROOT / "dynamo").rglob("*.pyx"))
-LINES = 101_790
+LINES = 102_968
 """Lines of Python in dynamo/: what comes in pays with what goes out, or its commit says why not."""
 FILE_LINES = 500
 FUNCTION_LINES = 60
@@ -92,7 +92,14 @@ MODULES = [module_name(path) for path in SOURCES]
 # They import an engine, which is not a test dependency; tests/engines_real runs them.
 NEEDS_VLLM = {
     f"dynamo.vllm.{name}"
-    for name in ("async_llm", "core", "engine_args", "engine_inputs", "plain_requests")
+    for name in (
+        "async_llm",
+        "core",
+        "engine_args",
+        "engine_inputs",
+        "plain_requests",
+        "pooling_model",
+    )
 }
 # Modules with an __all__, besides packages: other programs import them by name.
 PUBLIC_MODULES = {

@@ -13,6 +13,7 @@ from dynamo.http.routes import RoutePatterns
 from dynamo.llm.types import ModelType
 from dynamo.observability.metrics_page import samples
 from dynamo.protocols.kv import KvMetrics
+from dynamo.protocols.pooling import POOLING_PATHS, POOLING_TYPES
 
 _MAX_RANKS = 1024
 _RANK_DIGITS = 4
@@ -200,10 +201,7 @@ _TOKENIZER_PATHS = frozenset(("/tokenize", "/detokenize"))
 _TYPES = {
     "/v1/chat/completions": ModelType.Chat,
     "/v1/completions": ModelType.Completions,
-    "/v1/embeddings": ModelType.Embedding,
-    "/v1/rerank": ModelType.Rerank,
-    "/v1/classify": ModelType.Classify,
-    "/v1/pooling": ModelType.Pooling,
+    **{path: ModelType[POOLING_TYPES[api]] for path, api in POOLING_PATHS.items()},
     "/v1/images/generations": ModelType.Images,
     "/v1/audio/speech": ModelType.Audios,
 }
@@ -222,7 +220,7 @@ def offered_routes(openapi: object) -> tuple[str, ...]:
     routes = []
     for path, methods in paths.items():
         own = path in _NOT_OFFERED or path.startswith("/v1/models/")
-        offered = path.startswith("/v1/") or path in _TOKENIZER_PATHS
+        offered = path.startswith("/v1/") or path in _TOKENIZER_PATHS or path in POOLING_PATHS
         if own or not offered or not isinstance(methods, dict):
             continue
         if "post" in methods and "{" not in path:

@@ -27,7 +27,6 @@ from dynamo.frontend.access import (
     warn_if_exposed,
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
-from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.invocations import InvocationRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
@@ -37,6 +36,7 @@ from dynamo.frontend.apis.operator.planner import PlannerRoutes
 from dynamo.frontend.apis.operator.record import RecordRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.operator.status import RecentRoutes, StatusRoutes
+from dynamo.frontend.apis.pooling.route import PoolingRoutes
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import (
     ResponseRoutes,
@@ -188,7 +188,7 @@ class Frontend:
         openai, counts = OpenAIRoutes(*parts), PromptCountRoutes(*parts)
         openai.install(routes)
         InvocationRoutes(requests, self._tasks).install(routes)
-        EmbeddingRoutes(*parts).install(routes)
+        PoolingRoutes(*parts).install(routes)
         TokenizeRoutes(*parts).install(routes)
         if settings.anthropic_api:
             MessagesRoutes(requests, openai, counts).install(routes)

@@ -267,7 +267,12 @@ _UNSET_OF = {
 
 
 class PreprocessedEmbeddingRequest(msgspec.Struct, omit_defaults=True):
-    """The inputs, tokenized: ``token_ids`` has one list for each."""
+    """The inputs, tokenized: ``token_ids`` has one list for each.
+
+    The first ``queries`` inputs are scored with the others: one with each of them, several with one
+    each. ``type_one_at`` has for each input where the tokens of its second text begin. ``task`` is
+    what the model has to compute, if it is not that of embeddings.
+    """
 
     model: str
     token_ids: list[Tokens]
@@ -276,14 +281,23 @@ class PreprocessedEmbeddingRequest(msgspec.Struct, omit_defaults=True):
     mdc_sum: str | None = None
     annotations: list[str] = []
     routing: Routing | None = None
+    task: str | None = None
+    use_activation: bool | None = None
+    queries: int = 0
+    type_one_at: list[int] | None = None
 
 
 class EmbeddingsEngineOutput(msgspec.Struct, omit_defaults=True):
-    """One vector for each input, in their order: numbers, or their little-endian float32 bytes."""
+    """One vector for each input, in their order: numbers, or their little-endian float32 bytes.
+
+    A score and the probabilities of classes are vectors, too. Of a model with a vector for each
+    token, an input has all of them one after another; ``row_sizes`` has the numbers in one.
+    """
 
     embeddings: list[list[float] | bytes]
     prompt_tokens: _Count = 0
     total_tokens: _Count = 0
+    row_sizes: list[int] = []
 
 
 class HttpRequest(msgspec.Struct, omit_defaults=True):

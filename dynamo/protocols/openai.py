@@ -7,7 +7,7 @@ chat template reads them unchanged.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -240,31 +240,5 @@ class StrictChatCompletionRequest(
 
 class StrictCompletionRequest(
     CompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """As its parent; an unknown field is an error."""
-
-
-class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/embeddings. ``input`` is a text, a list of texts, a list of token ids, or a
-    list of lists of token ids; ``dimensions`` shortens the vectors where the model can."""
-
-    model: str
-    input: str | list[str | TokenId | list[TokenId]]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    user: str | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
-    nvext: NvExt | None = None
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """The texts, or lists of token ids, that get an embedding each."""
-        whole = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return cast("list[str | list[int]]", [self.input] if whole else self.input)
-
-
-class StrictEmbeddingBody(
-    EmbeddingBody, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """As its parent; an unknown field is an error."""

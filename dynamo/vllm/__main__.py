@@ -79,7 +79,8 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
                 try:
                     log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                               worker_id)  # fmt: skip
-                    await VllmWorker(plan, runtime, engine).serve()
+                    pooling = await engine.pooling_facts() if engine.info.pooling else None
+                    await VllmWorker(plan, runtime, engine, pooling).serve()
                 finally:
                     await engine.close()
                     gc.unfreeze()  # else extension modules report leaks at the exit

@@ -23,6 +23,7 @@ from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineDied, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.pooling import PoolingFacts
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import EngineInfo, EngineStep, OutputSink, StepStats
@@ -157,6 +158,10 @@ class AsyncLLMEngine:
         adapter = self._params.new_lora(name, path)
         await self._llm.add_lora(adapter)
         self._params.loras[name] = adapter
+
+    async def pooling_facts(self) -> PoolingFacts:
+        """See ``Engine``. Nothing is asked: :meth:`submit` refuses every request."""
+        return PoolingFacts()
 
     async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""

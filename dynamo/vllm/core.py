@@ -26,6 +26,7 @@ from typing import Any
 from prometheus_client import REGISTRY, Metric, generate_latest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -37,12 +38,12 @@ from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineDied, EngineFailure, EngineKilled, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.pooling import PoolingFacts
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.engine_inputs import (
     CLIENT_ERRORS,
-    EMBED,
     ImageInputs,
     ParamsBuilder,
     check_context,
@@ -54,6 +55,7 @@ from dynamo.vllm.engine_inputs import (
 )
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
+from dynamo.vllm.pooling_model import find_pooling_facts
 from dynamo.vllm.sampling import is_costly
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -106,7 +108,8 @@ class CoreEngine:
         self.info = _info(config, client, image_limit(renderer.mm_processor))
         self._params = params
         self._make_params = params.pooling if self.info.pooling else params.sampling
-        self._supported_tasks = (EMBED,) if self.info.pooling else _TASKS
+        # The service requests the one task that the engine has said it computes.
+        self._supported_tasks = POOLING_TASKS if self.info.pooling else _TASKS
         self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
         self._sinks: dict[str, OutputSink] = {}
@@ -229,6 +232,10 @@ class CoreEngine:
                 f"the adapter {name!r} in {path} cannot be loaded: {error}"
             ) from None
         self._params.loras[name] = adapter
+
+    async def pooling_facts(self) -> PoolingFacts:
+        """See ``Engine``."""
+        return find_pooling_facts(self._processor, await self._client.get_supported_tasks_async())
 
     async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.pooling import PoolingFacts
 from dynamo.runtime.requests.stream import ServerStream
 
 TESTED_VERSIONS = ("0.32",)
@@ -151,6 +152,9 @@ class Engine(Protocol):
 
     async def add_lora(self, name: str, path: str) -> None:
         """Load the adapter in ``path``; requests select it by ``routing.lora_name``."""
+
+    async def pooling_facts(self) -> PoolingFacts:
+        """Ask a pooling engine what it computes. Raises ConfigError for what is not served."""
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks; False, and nothing is dropped, while requests use some."""

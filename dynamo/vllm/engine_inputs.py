@@ -35,8 +35,6 @@ from dynamo.vllm.sampling import SamplingMapping
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-EMBED = "embed"
-"""vLLM's task of an embedding model."""
 CLIENT_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -205,8 +203,8 @@ class ParamsBuilder:
         return f"{self._prefix}{next(self._numbers):x}"
 
     def pooling(self, request: PreprocessedRequest) -> PoolingParams:
-        """Return the parameters of an embedding; ``extra_args`` may have its ``dimensions``."""
-        return PoolingParams(task=EMBED, dimensions=(request.extra_args or {}).get("dimensions"))
+        """Return the parameters of an input to pool; ``extra_args`` are those of the service."""
+        return PoolingParams(**(request.extra_args or {}))
 
     def sampling(self, request: PreprocessedRequest) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidArgument with vLLM's text."""

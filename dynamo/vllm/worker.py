@@ -11,6 +11,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dynamo.config import preset
 from dynamo.config.runtime import RuntimeSettings
@@ -21,6 +24,7 @@ from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.control import MAX_IMAGES_KEY, ROOT_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
+from dynamo.protocols.pooling import POOLING_KEY, PoolingFacts
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
 from dynamo.runtime.process.sockets import (
@@ -32,8 +36,8 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
-from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
+from dynamo.vllm.pooling import PoolingService
 from dynamo.vllm.service import VllmService
 from dynamo.worker.engine_control import (
     EngineControl,
@@ -219,10 +223,17 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
 
 
 class VllmWorker:
-    """The worker of this process, over a started engine."""
+    """The worker of this process, over a started engine; ``pooling`` is that of a pooling one."""
 
-    def __init__(self, plan: VllmPlan, runtime: DistributedRuntime, engine: Engine) -> None:
+    def __init__(
+        self,
+        plan: VllmPlan,
+        runtime: DistributedRuntime,
+        engine: Engine,
+        pooling: PoolingFacts | None,
+    ) -> None:
         self.plan = plan
+        self.pooling = pooling
         self.engine = engine
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.load = LoadSender(runtime.instance_id)
@@ -232,8 +243,12 @@ class VllmWorker:
         admission = AdmissionQueue(
             settings.engine_request_limit, settings.request_queue_limit, runtime.metrics
         )
-        kind = EmbeddingService if engine.info.pooling else VllmService
-        self.service = kind(engine, admission, runtime.tasks, plan.mode == "prefill")
+        parts = engine, admission, runtime.tasks
+        self.service = (
+            VllmService(*parts, plan.mode == "prefill")
+            if pooling is None
+            else PoolingService(*parts, pooling)
+        )
         self.control = EngineControl(self.endpoint, engine, self._on_cleared)
         self._publishers: list[KvEventPublisher] = []
         self.control.install(runtime)
@@ -257,7 +272,7 @@ class VllmWorker:
             for lora_name in (None, *plan.loras):
                 await self._register(lora_name)
             # A pooling engine generates no tokens, so it cannot answer the health check.
-            check = None if self.engine.info.pooling else health_check_payload(plan.model_name)
+            check = None if self.pooling is not None else health_check_payload(plan.model_name)
             await self.endpoint.serve_push(
                 self.service.handle,
                 metrics_labels=(("model", plan.model_name),),
@@ -301,7 +316,7 @@ class VllmWorker:
         root = plan.arguments.worker.model_path if lora_name is None else plan.loras[lora_name]
         await register_model(
             ModelInput.Tokens,
-            ModelType.Embedding if info.pooling else plan.model_type,
+            plan.model_type if self.pooling is None else _pooling_types(self.pooling),
             self.endpoint,
             str(plan.model.path),
             lora_name or plan.model_name,
@@ -321,6 +336,22 @@ class VllmWorker:
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),
                 taints=list(plan.arguments.vllm.taints),
-                runtime_data={MAX_IMAGES_KEY: info.max_images, ROOT_KEY: root},
+                runtime_data=self._runtime_data(root),
             ),
         )
+
+    def _runtime_data(self, root: str | None) -> dict[str, Any]:
+        data: dict[str, Any] = {MAX_IMAGES_KEY: self.engine.info.max_images, ROOT_KEY: root}
+        if self.pooling is not None:
+            data[POOLING_KEY] = msgspec.to_builtins(self.pooling)
+        return data
+
+
+def _pooling_types(facts: PoolingFacts) -> ModelType:
+    """The APIs of a pooling model; all have /pooling."""
+    types = ModelType.Pooling
+    if facts.task == "embed":
+        types |= ModelType.Embedding
+    elif facts.task == "classify":
+        types |= ModelType.Classify
+    return types | ModelType.Rerank if facts.scoring else types

@@ -105,10 +105,10 @@ ENGINES = (
     ),
     Mutant(
         "other-inputs-computed-after-a-failure",
-        "dynamo.vllm.embeddings",
+        "dynamo.vllm.pooling",
         "            if number is not None:\n                self._engine.abort(number)\n",
         "            pass\n",
-        ("unit/vllm_worker/test_vllm_embeddings.py::test_a_failed_input_ends_all",),
+        ("unit/vllm_worker/test_vllm_pooling.py::test_a_failed_input_ends_all",),
     ),
     Mutant(
         "answer-from-a-ring-that-is-too-short",

@@ -24,7 +24,7 @@ from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES
-from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
+from dynamo.protocols.pooling import POOLING_PATHS, paths_of_type
 from dynamo.router.connect.kv_router import connect
 from dynamo.router.connect.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
@@ -36,7 +36,6 @@ TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)
 """Values of ``model_input`` that this frontend serves."""
 
-_TYPE_PATHS = {"Chat": CHAT_PATH, "Completions": COMPLETIONS_PATH, "Embedding": EMBEDDINGS_PATH}
 _PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+|/(de)?tokenize")
 _MAX_PATHS = 128
 log = logging.getLogger(__name__)
@@ -49,10 +48,10 @@ def missing_route(
 
     It has ``paths``, or as a model that takes tokens those of ``types``.
     """
-    has = sorted(paths or {_TYPE_PATHS.get(api, api) for api in types})
+    has = sorted(paths or {path for api in types for path in paths_of_type(api) or (api,)})
+    missing = " or ".join(paths_of_type(path)) or path
     return ModelNotFound(
-        f"Route not found: model `{model}` has no {shorten(_TYPE_PATHS.get(path, path))}, "
-        f"it has {', '.join(has)}"
+        f"Route not found: model `{model}` has no {shorten(missing)}, it has {', '.join(has)}"
     )
 
 
@@ -112,8 +111,10 @@ def load_preprocessor(
 def _paths(card: ModelCard) -> frozenset[str]:
     if card.model_input == TEXT_INPUT:
         types = [api.strip() for api in card.model_type.split("|")]
-        return frozenset(_TYPE_PATHS[api] for api in types if api in _TYPE_PATHS)
-    return frozenset(path for path in _listed(card) if _PATH.fullmatch(path))
+        return frozenset(path for api in types for path in paths_of_type(api))
+    return frozenset(
+        path for path in _listed(card) if path in POOLING_PATHS or _PATH.fullmatch(path)
+    )
 
 
 def _listed(card: ModelCard) -> list[str]:

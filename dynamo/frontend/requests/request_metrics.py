@@ -18,14 +18,12 @@ from dynamo.frontend.requests.metrics import (
 )
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
 from dynamo.http import NEVER
+from dynamo.protocols.pooling import EMBEDDINGS
 from dynamo.protocols.status import RequestRecord
 from dynamo.router.decision.decision import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.requests.engine_request import EngineRequest
-
-EMBEDDINGS = "embeddings"
-"""The endpoint of embeddings, in metrics and records."""
 
 
 class RequestMetrics(RequestFigures, kw_only=True):

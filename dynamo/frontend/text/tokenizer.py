@@ -62,8 +62,8 @@ class Tokenizer:
 
     ``eos_ids`` end a text, ``special_ids`` are not shown to users, ``vocab_size`` bounds the ids,
     ``inline_limit_bytes`` is the longest text worth encoding on the event loop, ``pieces`` the
-    table for streaming (None if the model has none). ``encoder`` is that of all models of the same
-    content.
+    table for streaming (None if the model has none), ``frames`` the special tokens around texts.
+    ``encoder`` is that of all models of the same content.
     """
 
     def __init__(self, directory: ModelDirectory, cache_bytes: int = CACHE_BYTES) -> None:
@@ -75,6 +75,7 @@ class Tokenizer:
         self._shrinks_by = shared.shrinks_by
         self._parts: dict[int, tuple[str, list[int]]] = {}
         self.special_ids = shared.special_ids
+        self.frames = shared.frames
         self.pieces = shared.pieces
         self.vocab_size = max(directory.vocab_size, shared.size)
         self.eos_ids = _eos_ids(directory, shared.encoder)
@@ -167,6 +168,7 @@ class _Shared:
         self.size = facts.size
         self.longest_token_bytes = facts.longest_token_bytes
         self.shrinks_by = facts.shrinks_by
+        self.frames = facts.frames
         self.pieces = facts.pieces()
         self.reference: tokenizers.Tokenizer | None = None
         fast = _fast_encoder(facts, cache_bytes)

@@ -20,6 +20,7 @@ import tokenizers
 
 from dynamo.errors import ConfigError, shorten
 from dynamo.frontend.text.pieces import PieceTable, TokenizerFile, read_tokenizer_file
+from dynamo.frontend.text.token_frames import TokenFrames, find_frames
 
 _INLINE_BYTES = 256 << 10
 """Up to this size the file is read here, in some 20 ms."""
@@ -62,6 +63,7 @@ class TokenizerFacts(msgspec.Struct):
     size: int
     longest_token_bytes: int
     shrinks_by: int
+    frames: TokenFrames
     text: list[str | None] | None = None
     partial: dict[int, bytes] = {}
     strip_space: bool = False
@@ -136,6 +138,7 @@ def _facts(content: bytes, path: Path) -> TokenizerFacts:
         size=reference.get_vocab_size(with_added_tokens=True),
         longest_token_bytes=_longest_token_bytes(parsed, pieces),
         shrinks_by=_most_shrunk_by(parsed.normalizer),
+        frames=find_frames(reference),
     )
     if pieces is not None:
         facts.text, facts.partial = pieces.text, pieces.partial

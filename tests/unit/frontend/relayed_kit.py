@@ -13,9 +13,9 @@ from text_kit import card
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
-from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.invocations import InvocationRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes
+from dynamo.frontend.apis.pooling.route import PoolingRoutes
 from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
@@ -140,7 +140,7 @@ class RelaySite(Site):
         MessagesRoutes(self.active, openai, counts).install(routes)
         TokenizeRoutes(*of).install(routes)
         if self.embeds:
-            EmbeddingRoutes(*of).install(routes)
+            PoolingRoutes(*of).install(routes)
         InvocationRoutes(self.active, self.tasks).install(routes)
         relay.install(routes)
         relay.go_first(routes)

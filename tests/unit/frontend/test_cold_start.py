@@ -566,7 +566,7 @@ async def drain(site: Site) -> asyncio.Future[None]:
 
 @pytest.mark.parametrize("relayed", [False, True])
 async def test_requests_wait_on_while_the_frontend_drains(tmp_path: Path, relayed: bool) -> None:
-    path = "/v1/rerank" if relayed else "/v1/completions"
+    path = "/v1/images/generations" if relayed else "/v1/completions"
     card: dict[str, Any] = {}
     if relayed:
         card = {"model_input": HTTP_INPUT, "model_type": "Chat", "user_data": {ROUTES: [path]}}
@@ -887,19 +887,19 @@ async def test_a_large_body_waits_too(site: Site) -> None:
 
 async def test_a_path_of_another_server_waits_for_its_first_worker(site: Site) -> None:
     body = {"model": "tiny", "query": "which?", "documents": ["this"]}
-    unknown = await site.client.post("/v1/rerank", json=body)
+    unknown = await site.client.post("/v1/images/generations", json=body)
     assert unknown.status_code == 404
     await site.planner.announce(OnDemandModel("ns", "tiny", model_input=HTTP_INPUT))
     await until(lambda: site.frontend.models.on_demand.relays)
-    asked = asyncio.ensure_future(site.client.post("/v1/rerank", json=body))
+    asked = asyncio.ensure_future(site.client.post("/v1/images/generations", json=body))
     await site.planner.until(1)
-    other = await site.client.post("/v1/rerank", json={**body, "model": "other"})
+    other = await site.client.post("/v1/images/generations", json={**body, "model": "other"})
     assert (other.status_code, other.json()["message"]) == (404, "Model not found: other")
     worker = await site.worker(
-        model_input=HTTP_INPUT, model_type="Chat", user_data={ROUTES: ["/v1/rerank"]}
+        model_input=HTTP_INPUT, model_type="Chat", user_data={ROUTES: ["/v1/images/generations"]}
     )
     assert (await asked).status_code == 200
-    assert worker.order == ["/v1/rerank"]
+    assert worker.order == ["/v1/images/generations"]
 
 
 async def test_what_the_graph_says_about_a_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from http_bench import Bench
 from relayed_kit import PATHS, RelaySite
@@ -15,6 +16,7 @@ from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.http import Exchange
 from dynamo.http.api_keys import ApiKey, Grants
+from dynamo.protocols.pooling import POOLING_KEY, PoolingFacts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 MESSAGES = "/v1/messages"
@@ -24,6 +26,11 @@ GENERATION: dict[str, dict[str, Any]] = {
     "/invocations": CHAT,
     "/v1/completions": {"prompt": "hi"},
     "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v2/rerank": {"query": "hi", "documents": ["ho"]},
+    "/score": {"text_1": "hi", "text_2": ["ho"]},
+    "/classify": {"input": "hi"},
+    "/pooling": {"input": "hi"},
     "/v1/responses": {"input": "hi"},
     MESSAGES: CHAT,
 }
@@ -45,6 +52,8 @@ class Entrances(RelaySite):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.entry.card = card(display_name="tiny")
+        facts = PoolingFacts(scoring="bi-encoder")
+        self.entry.card.runtime_config.runtime_data = {POOLING_KEY: msgspec.to_builtins(facts)}
         self.far.paths |= {*GENERATION, *COUNTS}
         explain = ExplainRoutes(self, self.tasks, 503, self.active.off_loop)  # type: ignore[arg-type]
         explain.install(self.routes)

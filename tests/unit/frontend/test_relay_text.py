@@ -115,7 +115,7 @@ async def test_embeddings_have_the_encoding_that_is_asked_for(
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({}, "missing required field `input`"),
+        ({}, "give either 'input' or 'messages'"),
         ({"input": []}, "cannot be empty"),
         ({"input": ["a", 1]}, "not a mixture"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),

@@ -19,6 +19,7 @@ from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing, StopConditions
+from dynamo.protocols.pooling import PoolingFacts
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.client import RequestClient
@@ -64,6 +65,7 @@ class ScriptedEngine:
         self.info = INFO
         self.on_stats: StepStats | None = None
         self.sinks: dict[str, OutputSink] = {}
+        self.requests: list[PreprocessedRequest] = []
         self.ranks: list[int | None] = []
         self.aborted: list[str] = []
         self.refusal: DynamoError | None = None
@@ -75,6 +77,7 @@ class ScriptedEngine:
             raise self.refusal
         number = f"r{len(self.sinks)}"
         self.sinks[number] = sink
+        self.requests.append(request)
         self.ranks.append(dp_rank)
         self.changed.set()
         return number
@@ -119,6 +122,9 @@ class ScriptedEngine:
         return False
 
     async def add_lora(self, name: str, path: str) -> None: ...
+
+    async def pooling_facts(self) -> PoolingFacts:
+        return PoolingFacts()
 
     async def reset_prefix_cache(self) -> bool:
         return True

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from dynamo.errors import Disconnected, DynamoError, EngineFailure, HttpFailure, shorten
-from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
+from dynamo.frontend.answer.pooling import PoolingAnswer
 from dynamo.frontend.apis.relay.http_answer import EVENTS, HttpAnswer
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
@@ -112,7 +112,7 @@ class HttpResponseWriter(ResponseWriter):
         return "", [("content-type", content_type), *headers]
 
 
-class EmbeddingsWriter(ResponseWriter):
+class PoolingWriter(ResponseWriter):
     """Sends vectors. A long answer is sent in pieces, one in a turn of the loop, as fast as the
     client reads them: neither the loop nor the memory has to bear all of it at once."""
 
@@ -123,7 +123,7 @@ class EmbeddingsWriter(ResponseWriter):
     def complete(self, request: ActiveRequest) -> None:
         """Send the vectors, or the first of them."""
         answer = request.generation
-        assert isinstance(answer, EmbeddingsAnswer)
+        assert isinstance(answer, PoolingAnswer)
         if answer.is_short:
             super().complete(request)
             return

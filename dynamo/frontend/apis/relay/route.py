@@ -1,9 +1,9 @@
 """The routes of relayed models: their workers take whole HTTP requests, or whole OpenAI bodies.
 
 ``RelayRoutes.install`` takes GET, POST and DELETE of all paths under /v1/ without a route. With the
-first relayed model it puts itself in front of the POST routes under /v1/, of /tokenize and of
-/detokenize. So one place decides, by the model, how a request is served, and a frontend without
-such a model pays nothing for it.
+first relayed model it puts itself in front of the POST routes under /v1/, of /tokenize, of
+/detokenize and of the pooling APIs. So one place decides, by the model, how a request is served,
+and a frontend without such a model pays nothing for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.answer.embeddings import BodyEmbeddingsAnswer
+from dynamo.frontend.answer.pooling import BodyEmbeddingsAnswer
 from dynamo.frontend.apis.chat.batch import CHAT_BATCH_PATH
-from dynamo.frontend.apis.embeddings import parse_embedding
+from dynamo.frontend.apis.pooling.route import EMBEDDINGS_API
 from dynamo.frontend.apis.relay.body import RelayedBody, peek, peek_form, prompt_ids
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.apis.relay.request import (
-    EmbeddingsWriter,
     HttpResponseWriter,
+    PoolingWriter,
     RelayedAnswer,
     RelayedEngineRequest,
 )
@@ -50,11 +50,12 @@ from dynamo.http.routes import Route, RouteMatch, Routes, field_span, is_multipa
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import HttpRequest, PreprocessedRequest
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
+from dynamo.protocols.pooling import POOLING_PATHS, offered_path
 from dynamo.runtime.process.tasks import Tasks
 
 _PREFIX = "/v1/"
 _MODEL_OPTIONAL = ("/tokenize", "/detokenize")
-_POSTS = (_PREFIX, *_MODEL_OPTIONAL)
+_POSTS = (_PREFIX, *_MODEL_OPTIONAL, *POOLING_PATHS)
 log = logging.getLogger(__name__)
 _MAX_QUERY_FIELDS = 64
 # Those of the client's connection, the length and the id, which are set here, the choice of a
@@ -180,13 +181,14 @@ def _workers(entry: ModelEntry) -> frozenset[int]:
 
 
 class _Relay(NamedTuple):
-    """A request on its way to its model."""
+    """A request on its way to its model; ``path`` is that of the server."""
 
     request: ActiveRequest
     answer: RelayedAnswer
     model: LoadedModel
     asked: RelayedBody
     body: bytes
+    path: str
 
 
 class RelayRoutes:
@@ -339,7 +341,7 @@ class RelayRoutes:
             return None
         if entry is None:
             raise ModelNotFound(f"Model not found: {shorten(fields.model)}")
-        if exchange.path not in entry.paths:
+        if offered_path(exchange.path, entry.paths) is None:
             raise missing_route(entry.name, exchange.path, entry.paths, entry.types)
         return self._ready(entry, exchange)
 
@@ -362,13 +364,16 @@ class RelayRoutes:
             answer = HttpAnswer()
             writer: ResponseWriter = HttpResponseWriter(answer)
         elif exchange.path == EMBEDDINGS_PATH:
-            answer, writer, streams = BodyEmbeddingsAnswer(fields.model), EmbeddingsWriter(), False
+            answer, writer, streams = BodyEmbeddingsAnswer(fields.model), PoolingWriter(), False
         else:
             answer, writer = TextAnswer(streams), ResponseWriter()
         self._registry.release_body(exchange)
         info = RequestInfo(label, *request_id(exchange.headers))
         request = ActiveRequest(self._registry, exchange, info, model.metrics, streams, writer)
-        return _Relay(request, answer, model, fields, body)
+        path = exchange.path
+        if path in POOLING_PATHS and (entry := self._models.named(fields.model)) is not None:
+            path = offered_path(path, entry.paths) or path
+        return _Relay(request, answer, model, fields, body, path)
 
     def _prepare(self, relay: _Relay) -> tuple[PreprocessedRequest, bytes]:
         """The prompt and the constraints for the router, the message for the worker.
@@ -376,7 +381,7 @@ class RelayRoutes:
         Raises InvalidArgument. Thread-safe. O(bytes).
         """
         model, exchange, settings = relay.model, relay.request.exchange, self._registry.settings
-        path, key = exchange.path, exchange.api_key
+        path, key = relay.path, exchange.api_key
         body, fields = self._adapted(relay)
         is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
         lenient = settings.ignore_unsupported_fields
@@ -392,7 +397,7 @@ class RelayRoutes:
                 )
             body = rewritten(path, body, model.name, None, routing.cache_namespace)
         if isinstance(relay.answer, BodyEmbeddingsAnswer):
-            embedding = parse_embedding(body, ignore_unsupported=lenient)
+            embedding = EMBEDDINGS_API.parse(body, ignore_unsupported=lenient)
             relay.answer.expect(len(embedding.inputs), embedding.encoding_format == "base64")
         if is_text:
             message = text_message(
@@ -420,7 +425,7 @@ class RelayRoutes:
             if span is not None:
                 body = b"".join((body[: span[0]], model.name.encode(), body[span[1] :]))
             return body, fields
-        path = CHAT_PATH if exchange.path == CHAT_BATCH_PATH else exchange.path
+        path = CHAT_PATH if relay.path == CHAT_BATCH_PATH else relay.path
         body = rewritten(path, body, model.name, rules)
         if rules is not None:
             with contextlib.suppress(InvalidArgument):  # not every path needs a model in its body
@@ -447,7 +452,7 @@ class RelayRoutes:
         """Respond to a request that has not reached a model."""
         path = exchange.path
         # Clients choose the path: only those of models become labels.
-        has_path = any(path in entry.paths for entry in self._models.entries())
+        has_path = any(offered_path(path, entry.paths) for entry in self._models.entries())
         model = "unknown" if fields is None else fields.model
         kind = "stream" if fields is not None and fields.streams else "unary"
         label = _label(path) if has_path else "unknown"
@@ -479,4 +484,5 @@ def _forwarded(headers: Mapping[str, str], ignores_nvext: bool) -> Mapping[str, 
 
 def _label(path: str) -> str:
     """The ``endpoint`` label of the metrics, e.g. ``chat_completions``."""
-    return path.removeprefix(_PREFIX).strip("/").replace("/", "_")
+    api = POOLING_PATHS.get(path)
+    return api or path.removeprefix(_PREFIX).strip("/").replace("/", "_")

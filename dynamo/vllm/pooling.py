@@ -1,0 +1,244 @@
+"""The request handler of a pooling model: an engine request for each input, one output.
+
+Of inputs that are scored, the vectors of the first texts are kept until the others are compared
+with them; only the scores are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.engine import (
+    EmbeddingsEngineOutput,
+    PreprocessedEmbeddingRequest,
+    PreprocessedRequest,
+)
+from dynamo.protocols.pooling import PoolingFacts
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.admission import AdmissionQueue
+from dynamo.runtime.requests.context import CancelKind
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.vllm.engine import Engine, EngineStep, OutputSink
+from dynamo.vllm.service import VllmService
+
+_decode = codec.decoder(PreprocessedEmbeddingRequest).decode
+_DONE = ("stop", "length")
+_EMBED = "embed"
+_TOKEN_TASKS = ("token_embed", "token_classify")
+_COMPARED = "bi-encoder"
+_TYPES = "compressed_token_type_ids"
+"""vLLM's name of where the tokens of the second text begin."""
+_LEAST = 1e-8
+_MAX_BYTES = 24 << 20
+"""Of all vectors of a response, which is one message of at most 32 MiB by default."""
+
+
+class PoolingService(VllmService):
+    """A push handler over one engine that pools; ``facts`` are those of its model."""
+
+    def __init__(
+        self, engine: Engine, admission: AdmissionQueue, tasks: Tasks, facts: PoolingFacts
+    ) -> None:
+        super().__init__(engine, admission, tasks)
+        self._facts = facts
+
+    def handle(self, stream: ServerStream, payload: bytes) -> None:
+        """Answer one ``PreprocessedEmbeddingRequest``; an error ends the stream."""
+        try:
+            request = _decode(payload)
+            self._check(request)
+            self.admission.enter(stream, lambda: self._pool(stream, request))
+        except msgspec.MsgspecError as error:
+            stream.error(InvalidArgument(f"not a request for a pooling model: {error}"))
+        except DynamoError as error:
+            stream.error(error)
+
+    def _pool(self, stream: ServerStream, request: PreprocessedEmbeddingRequest) -> None:
+        response = _PoolingResponse(stream, self.engine, request, self._facts, self._released)
+        # Before start(): a refused input ends the response there, and _end() takes this back.
+        stream.context.on_cancel(response.cancel)
+        response.start()
+
+    def _check(self, request: PreprocessedEmbeddingRequest) -> None:
+        """Refuse what the model does not compute, and counts that do not fit. InvalidArgument."""
+        task, facts = request.task or _EMBED, self._facts
+        if task != facts.task:
+            raise InvalidArgument(f"the model computes {facts.task!r}, not {task!r}")
+        queries, inputs = request.queries, len(request.token_ids)
+        if queries and facts.scoring != _COMPARED:
+            raise InvalidArgument("the model compares no vectors: 'queries' must be 0")
+        if queries < 0 or (queries and inputs - queries not in (queries, inputs - 1)):
+            raise InvalidArgument(f"{queries} queries do not fit {inputs} inputs")
+        if request.type_one_at is not None and len(request.type_one_at) != inputs:
+            raise InvalidArgument("'type_one_at' must have one number for each input")
+
+    def _released(self) -> None:
+        self.admission.release()
+
+
+class _PoolingResponse:
+    """Collects the vectors of the inputs of ``request``; sends them when all are there."""
+
+    def __init__(
+        self,
+        stream: ServerStream,
+        engine: Engine,
+        request: PreprocessedEmbeddingRequest,
+        facts: PoolingFacts,
+        on_done: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._engine = engine
+        self._request = request
+        self._task = facts.task
+        self._on_done = on_done
+        count = len(request.token_ids)
+        self._scores = _Scores(request.queries) if request.queries else None
+        self._vectors: list[list[float] | bytes] = [b""] * (count - request.queries)
+        self._row_sizes = [0] * count if facts.task in _TOKEN_TASKS else []
+        self._running: dict[int, str | None] = {}
+        self._missing = count
+        self._size_bytes = 0
+        self._tokens = sum(map(len, request.token_ids))
+        self._ended = False
+
+    def start(self) -> None:
+        """Submit the inputs. O(tokens)."""
+        request, rank = self._request, None
+        if request.routing is not None and self._engine.info.data_parallel_size > 1:
+            rank = request.routing.dp_rank
+        if not request.token_ids:
+            self.fail(InvalidArgument("'token_ids' has no inputs"))
+        for index, ids in enumerate(request.token_ids):
+            if self._ended:
+                return
+            single = PreprocessedRequest(
+                request.model, ids, routing=request.routing, extra_args=self._options(index)
+            )
+            try:
+                self._running[index] = self._engine.submit(single, _Input(self, index), rank)
+            except DynamoError as error:
+                self.fail(error)
+
+    def add(self, index: int, tensor: Any) -> None:
+        """Add the vector of an input; the last one ends the response."""
+        self._running.pop(index, None)
+        self._missing -= 1
+        if self._ended:
+            return
+        if self._scores is not None:
+            for pair, score in self._scores.add(index, tensor):
+                self._vectors[pair] = score
+        else:
+            vector = self._vectors[index] = _float32(tensor)
+            self._size_bytes += len(vector)
+            if self._row_sizes:
+                self._row_sizes[index] = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        if self._size_bytes > _MAX_BYTES:
+            self.fail(
+                InvalidArgument(
+                    f"the vectors of the inputs have more than {_MAX_BYTES >> 20} MiB; send fewer "
+                    "or shorter inputs in a request"
+                )
+            )
+        elif not self._missing:
+            counts = self._tokens, self._tokens
+            output = EmbeddingsEngineOutput(self._vectors, *counts, self._row_sizes)
+            self._stream.send(codec.encode(output))
+            self._end()
+            self._stream.end()
+
+    def fail(self, error: DynamoError) -> None:
+        """End the response with ``error``; the other inputs are not computed."""
+        if not self._ended:
+            self._end()
+            self._stream.error(error)
+
+    def cancel(self, kind: CancelKind) -> None:
+        """Stop the inputs that are computed: the client is gone."""
+        if not self._ended:
+            self._end()
+            self._stream.end()
+
+    def _options(self, index: int) -> dict[str, Any]:
+        """The fields of vLLM's parameters for an input."""
+        request = self._request
+        options: dict[str, Any] = {"task": self._task}
+        if request.dimensions is not None:
+            options["dimensions"] = request.dimensions
+        if request.use_activation is not None:
+            options["use_activation"] = request.use_activation
+        if request.type_one_at is not None:
+            options["extra_kwargs"] = {_TYPES: request.type_one_at[index]}
+        return options
+
+    def _end(self) -> None:
+        self._ended = True
+        self._stream.context.off_cancel(self.cancel)
+        for number in self._running.values():
+            if number is not None:
+                self._engine.abort(number)
+        self._running.clear()
+        self._on_done()
+
+
+class _Scores:
+    """Compares vectors as they arrive: the first ``queries`` with the others, one with all of them
+    or each with one. A vector is kept only until the other one of its pair is there."""
+
+    def __init__(self, queries: int) -> None:
+        self._queries = queries
+        self._firsts: dict[int, Any] = {}
+        self._waiting: dict[int, Any] = {}
+
+    def add(self, index: int, tensor: Any) -> list[tuple[int, bytes]]:
+        """Return the pairs that are complete now: their numbers and scores."""
+        if index >= self._queries:
+            pair = index - self._queries
+            first = self._firsts.get(0 if self._queries == 1 else pair)
+            if first is None:
+                self._waiting[pair] = tensor
+                return []
+            return [(pair, _cosine(first, tensor))]
+        self._firsts[index] = tensor
+        pairs = list(self._waiting) if self._queries == 1 else [index]
+        waiting = ((pair, self._waiting.pop(pair, None)) for pair in pairs)
+        return [(pair, _cosine(tensor, other)) for pair, other in waiting if other is not None]
+
+
+class _Input(OutputSink):
+    """One input of a response."""
+
+    def __init__(self, response: _PoolingResponse, index: int) -> None:
+        self._response = response
+        self._index = index
+
+    def on_output(self, output: EngineStep) -> None:
+        """Add the vector; a prompt in several chunks has outputs without one before it."""
+        if output.finish_reason is None:
+            return
+        if str(output.finish_reason) in _DONE and output.pooling_output is not None:
+            self._response.add(self._index, output.pooling_output)
+        else:
+            self._response.fail(EngineFailure("the engine failed to compute an input"))
+
+    def on_rejected(self, error: DynamoError) -> None:
+        """End the response: the engine did not accept the input."""
+        self._response.fail(error)
+
+
+def _float32(tensor: Any) -> bytes:
+    # NumPy has no bfloat16, the type of most models.
+    return bytes(tensor.float().contiguous().numpy().tobytes())
+
+
+def _cosine(first: Any, second: Any) -> bytes:
+    """The cosine similarity of two vectors; 20 µs. The least length is vLLM's, for zeros."""
+    first, second = first.float(), second.float()
+    lengths = first.norm().clamp(min=_LEAST) * second.norm().clamp(min=_LEAST)
+    return _float32(first.dot(second) / lengths)
