@@ -95,12 +95,23 @@ def _lines(status: Status, width: int = 0) -> Iterator[str]:
     yield from aligned(table, max(1, width - last) if width else 0)
     where = f" at {status['url']}" if status.get("url") else ""
     yield f"frontend: {status['frontend']}{where}"
+    yield from _format_lines(models)
     for part in (*models, *others, *status.get("others", ())):
         if part.get("cause") and part["state"] not in ("ready", "failed"):
             remedy = f"; try: {part['remedy']}" if part.get("remedy") else ""
             state = "" if part["state"] == "zero" else f" is {part['state']}"
             yield f"{part.get('model') or part['name']}{state}: {part['cause']}{remedy}"
     yield from problems
+
+
+def _format_lines(models: Sequence[Status]) -> Iterator[str]:
+    """Yield how the answers of each model are parsed, if they are."""
+    for model in models:
+        figures: Status = model.get("figures") or {}
+        names = [figures.get(f"{kind}_parser") for kind in ("tool_call", "reasoning")]
+        if any(names):
+            tool, reasoning = (name or "none" for name in names)
+            yield f"{model['model']}: tool calls as {tool}, reasoning as {reasoning}"
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dynamo.config.option import flag, option, variable
 from dynamo.errors import ConfigError, name_problem
 
+NO_PARSER = "none"
+"""The name that chooses no format, also where the model's own would be chosen."""
 TOOL_CALL_PARSERS = (
     "apertus", "cohere_command", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4",
     "deepseek_v41", "dots", "ernie45", "functiongemma", "gemma4", "gigachat3", "glm45", "granite",
@@ -145,19 +147,21 @@ class WorkerSettings(EndpointSettings):
         None,
         "--dyn-tool-call-parser",
         env="DYN_TOOL_CALL_PARSER",
-        choices=TOOL_CALL_PARSERS,
+        choices=(*TOOL_CALL_PARSERS, NO_PARSER),
         aliases=TOOL_CALL_ALIASES,
         metavar="NAME",
-        help=f"format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}",
+        help=f"format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}, or none; vLLM "
+        "workers choose after the chat template if it is not given",
     )
     reasoning_parser: str | None = option(
         None,
         "--dyn-reasoning-parser",
         env="DYN_REASONING_PARSER",
-        choices=REASONING_PARSERS,
+        choices=(*REASONING_PARSERS, NO_PARSER),
         aliases=REASONING_ALIASES,
         metavar="NAME",
-        help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
+        help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}, or none; vLLM "
+        "workers choose after the chat template if it is not given",
     )
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.llm.answer_formats import format_name
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
@@ -352,8 +353,8 @@ class MockerWorker:
                 context_length=plan.context_length,
                 enable_local_indexer=self.publishes_events,
                 taints=list(plan.mocker.taints),
-                tool_call_parser=plan.settings.tool_call_parser,
-                reasoning_parser=plan.settings.reasoning_parser,
+                tool_call_parser=format_name(plan.settings.tool_call_parser),
+                reasoning_parser=format_name(plan.settings.reasoning_parser),
             ),
         )
 

@@ -168,10 +168,13 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Requests of one model at a frontend; rates and quantiles over the last ``window_s``.
 
     ``hit_rate`` is the share of prompt tokens that workers had cached. ``idle_s`` is the time since
-    its last request ended or began, None if it never had one.
+    its last request ended or began, None if it never had one. The parsers name the formats of its
+    answers.
     """
 
     model: str
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     in_flight: int = 0
     queued: int = 0
     window_s: float = 0.0

@@ -122,6 +122,8 @@ def _sum(rows: Sequence[ModelFigures]) -> ModelFigures:
     workers = _by_worker(worker for row in rows for worker in row.workers)
     return ModelFigures(
         model=rows[0].model,
+        tool_call_parser=rows[0].tool_call_parser,
+        reasoning_parser=rows[0].reasoning_parser,
         in_flight=sum(figures.in_flight for figures in rows),
         queued=sum(figures.queued for figures in rows),
         window_s=max(figures.window_s for figures in rows),

@@ -15,7 +15,7 @@ import msgspec
 from dynamo.config import load_known
 from dynamo.config.programs import PROGRAMS, settings_groups
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
+from dynamo.config.worker import NO_PARSER, REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
 from dynamo.errors import ConfigError, name_problem
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
@@ -141,7 +141,7 @@ def _reasoning_parser(argv: Sequence[str]) -> str | None:
         engine_name,
         ", ".join(REASONING_PARSERS),
     )
-    return None
+    return NO_PARSER
 
 
 def check(arguments: VllmArguments) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import flag, option, variable
-from dynamo.config.worker import TOOL_CALL_ALIASES, TOOL_CALL_PARSERS
+from dynamo.config.worker import NO_PARSER, TOOL_CALL_ALIASES, TOOL_CALL_PARSERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class VllmSettings:
     serve_tool_call_parser: str | None = flag(
         None,
         "--tool-call-parser",
-        choices=TOOL_CALL_PARSERS,
+        choices=(*TOOL_CALL_PARSERS, NO_PARSER),
         aliases=TOOL_CALL_ALIASES,
         metavar="NAME",
         help="as in vllm serve: the same as --dyn-tool-call-parser",

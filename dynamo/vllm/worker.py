@@ -18,6 +18,7 @@ import msgspec
 from dynamo.config import preset
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, EngineDied, EngineFailure, EngineKilled
+from dynamo.llm.answer_formats import choose_formats
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
@@ -182,7 +183,8 @@ class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
     ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
-    are the directories of the adapters by name.
+    are the directories of the adapters by name. ``tool_format`` and ``reasoning_format`` are those
+    of the answers.
     """
 
     arguments: VllmArguments
@@ -192,6 +194,8 @@ class VllmPlan:
     model_type: ModelType
     endpoint: str
     loras: dict[str, str]
+    tool_format: str | None
+    reasoning_format: str | None
 
     @property
     def mode(self) -> str:
@@ -219,6 +223,7 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint_or(f"{arguments.runtime.namespace}{suffix}.{component}.generate"),
         parse_loras(arguments.vllm.lora_modules, name),
+        *choose_formats(settings, model),
     )
 
 
@@ -330,8 +335,8 @@ class VllmWorker:
                 total_kv_blocks=info.blocks,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
-                tool_call_parser=plan.arguments.worker.tool_call_parser,
-                reasoning_parser=plan.arguments.worker.reasoning_parser,
+                tool_call_parser=plan.tool_format,
+                reasoning_parser=plan.reasoning_format,
                 data_parallel_size=info.data_parallel_size,
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),

@@ -61,6 +61,12 @@ def test_the_engine_follows_the_schemas(ours: EngineDeployment, choice: Any, tex
     assert len(arguments) == 2
 
 
+def test_the_template_of_the_model_chooses_the_format(ours: EngineDeployment) -> None:
+    status = json.loads(ours.request("GET", "/v1/status")[2])
+    formats = {model["model"]: model.get("tool_call_parser") for model in status["models"]}
+    assert formats["tiny"] == "hermes", "no flag names it, and forced calls need one"
+
+
 def test_a_stream_has_the_same_arguments(ours: EngineDeployment) -> None:
     body = ask(NAMED, "How far?")
     parts = [

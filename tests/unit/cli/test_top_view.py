@@ -302,6 +302,16 @@ def test_ps_says_that_a_model_has_no_worker() -> None:
     assert why == "m: no worker runs; try: dynamo load m"
 
 
+def test_ps_says_how_answers_are_parsed() -> None:
+    models = [
+        {"model": "m", "state": "ready", "figures": {"model": "m", "tool_call_parser": "hermes"}},
+        {"model": "n", "state": "ready", "figures": {"model": "n"}},
+    ]
+    lines = list(ps_lines({"state": "running", "frontend": "ready", "models": models}))
+    assert lines[-1] == "m: tool calls as hermes, reasoning as none"
+    assert not any(line.startswith("n:") for line in lines)
+
+
 def test_a_narrow_terminal_cuts_no_figure() -> None:
     shown = text(box(), width=80).splitlines()
     (model,) = [line for line in shown if line.startswith("  tiny") and "ready" in line]

@@ -49,7 +49,7 @@ def test_the_parser_flags_of_vllm_serve_are_ours(caplog: pytest.LogCaptureFixtur
     assert (found.worker.tool_call_parser, found.worker.reasoning_parser) == ("hermes", "basic")
     assert parse(auto).worker.reasoning_parser is None and not caplog.messages
     found = parse([*auto, "--reasoning-parser", "hf"])
-    assert found.worker.reasoning_parser is None and "--reasoning-parser hf" in caplog.text
+    assert found.worker.reasoning_parser == "none" and "--reasoning-parser hf" in caplog.text
 
 
 def test_a_wrong_value_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,14 @@ def test_the_plan_of_a_worker() -> None:
     plan = make_plan(parse(["--model", str(MODEL), "--served-model-name", "x"]), "blue")
     assert (plan.model_name, plan.mode) == ("x", "agg")
     assert plan.endpoint == "dynamo-blue.backend.generate"
+    assert (plan.tool_format, plan.reasoning_format) == ("hermes", None), "as its template says"
     assert plan.model_type == ModelType.Chat | ModelType.Completions
+
+
+def test_flags_of_the_formats_win() -> None:
+    flags = ["--tool-call-parser", "none", "--dyn-reasoning-parser", "step3p5"]
+    plan = make_plan(parse(["--model", str(MODEL), *flags]), None)
+    assert (plan.tool_format, plan.reasoning_format) == (None, "step3")
 
 
 def test_a_prefill_worker_has_a_component_of_its_own() -> None:

@@ -305,8 +305,11 @@ def _model(
     idle_s: float | None,
     in_flight: Mapping[int, int],
 ) -> ModelFigures:
+    config = entry.card.runtime_config
     return ModelFigures(
         model=entry.name,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         in_flight=running,
         queued=int(entry.metrics.cold_start_queue.value) + entry.queued,
         window_s=traffic.rate_s,
