@@ -11,6 +11,7 @@ from cython.operator cimport dereference
 from cpython cimport array
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 from libcpp.string cimport string
 from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
@@ -24,6 +25,7 @@ cdef struct Route:
     uint32_t stream
     int64_t tokens
     uint64_t left_in  # the last message in which an output of the request was left
+    double last_s  # when the engine sent its last token
 
 cdef struct Output:
     Cursor start
@@ -77,35 +79,55 @@ cdef class TokenRouter:
     def __len__(self):
         return self._routes.size()
 
-    def add(self, str request_id not None, uint32_t connection, uint32_t stream, uint64_t left_in):
+    def add(
+        self, str request_id not None, uint32_t connection, uint32_t stream, uint64_t left_in,
+        double last_s,
+    ):
         """Pass the plain tokens of ``request_id`` on to ``stream`` of ``connection``. O(1).
 
-        Message ``left_in`` is the last that may have outputs of it which are not read yet.
+        Message ``left_in`` is the last that may have outputs of it which are not read yet. The
+        engine sent its last token at ``last_s``.
         """
-        cdef Route route = Route(connection, stream, 0, left_in)
+        cdef Route route = Route(connection, stream, 0, left_in, last_s)
         self._routes[request_id.encode()] = route
 
     def remove(self, str request_id not None):
-        """Stop passing tokens on; return how many were. 0 for an unknown request. O(1)."""
+        """Stop passing tokens on; return how many were, and when the engine sent the last token.
+
+        (0, 0.0) for an unknown request. O(1).
+        """
         cdef string key = request_id.encode()
         found = self._routes.find(key)
         if found == self._routes.end():
-            return 0
+            return 0, 0.0
         cdef int64_t tokens = dereference(found).second.tokens
+        cdef double last_s = dereference(found).second.last_s
         self._routes.erase(found)
-        return tokens
+        return tokens, last_s
+
+    def stamp(self, str request_id not None, double time_s):
+        """Note a token of a known request that was not passed on; return when its last one was."""
+        cdef string key = request_id.encode()
+        found = self._routes.find(key)
+        if found == self._routes.end():
+            return 0.0
+        cdef double last_s = dereference(found).second.last_s
+        dereference(found).second.last_s = time_s
+        return last_s
 
     def leave(self, uint64_t number):
         """Message ``number`` is not split: it may have outputs of any request. O(1)."""
         self._left_in = number
 
     def split(self, bytes message not None, uint64_t number, uint64_t read):
-        """Return ``(frames, rest)`` of an encoded EngineCoreOutputs.
+        """Return ``(frames, rest, gaps)`` of an encoded EngineCoreOutputs.
 
         ``frames`` is a list of ``(connection, count, frames)`` in the order of their first token.
         ``rest`` is the message without the outputs in ``frames``; malformed ones are returned
-        whole. ``number`` is that of the message if outputs are left in it, and ``read`` that of the
-        last one that was read. O(len(message)).
+        whole. ``gaps`` are ``(seconds, tokens)``: the times since the last token of the same
+        request, equal ones in a row together; none without a time in the message. ``number`` is
+        that of the message if outputs are left in it, and ``read`` that of the last one that was
+        read. O(len(message)).
         """
         self._number, self._read = number, read
         cdef vector[Output] outputs
@@ -115,12 +137,15 @@ cdef class TokenRouter:
         cdef Cursor tail = self._parse(start, end, &header, &outputs)
         if tail == NULL:
             self._left_in = number
-            return [], message
+            return [], message, []
         cdef vector[string] frames
         cdef vector[uint32_t] connections
         cdef vector[int64_t] counts
         cdef uint32_t plain = 0
         cdef size_t at, place
+        cdef double time_s = _time(tail, end)
+        cdef vector[double] gaps
+        cdef vector[int64_t] gap_counts
         for at in range(outputs.size()):
             if outputs[at].route != NULL:
                 place = _place(connections, outputs[at].route.connection)
@@ -132,12 +157,15 @@ cdef class TokenRouter:
                 outputs[at].route.tokens += 1
                 counts[place] += 1
                 plain += 1
+                if time_s > 0:
+                    _add_gap(gaps, gap_counts, time_s - outputs[at].route.last_s)
+                    outputs[at].route.last_s = time_s
         if not plain:
-            return [], message
+            return [], message, []
         rest = _without_plain(start, header, tail, end, outputs, plain)
         return [
             (connections[at], counts[at], _bytes(frames[at])) for at in range(frames.size())
-        ], rest
+        ], rest, [(gaps[at], gap_counts[at]) for at in range(gaps.size())]
 
     cdef Cursor _parse(
         self, Cursor start, Cursor end, Cursor* header, vector[Output]* outputs
@@ -215,6 +243,27 @@ cdef class TokenRouter:
         frames.append(self._prefix)
         frames.append(<char*> id_bytes, <size_t> id_size)
         return 0
+
+
+cdef double _time(Cursor at, Cursor end) noexcept nogil:
+    """The time of a message behind its outputs: a float after the statistics. 0 without one."""
+    cdef uint64_t bits = 0
+    cdef double time_s
+    at = _skip(at, end)
+    if at == NULL or end - at < 9 or at[0] != 0xCB:
+        return 0
+    bits = <uint64_t> _get_big_endian(at + 1, 8)
+    memcpy(&time_s, &bits, sizeof(time_s))
+    return time_s
+
+
+cdef void _add_gap(vector[double]& gaps, vector[int64_t]& counts, double gap) noexcept nogil:
+    """Add a gap: the requests of a step have mostly the same one."""
+    if gaps.size() and gaps.back() == gap:
+        counts[counts.size() - 1] += 1
+        return
+    gaps.push_back(gap)
+    counts.push_back(1)
 
 
 cdef size_t _place(const vector[uint32_t]& connections, uint32_t connection) noexcept nogil:

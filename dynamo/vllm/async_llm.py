@@ -37,6 +37,7 @@ from dynamo.vllm.engine_inputs import (
     load_images,
     priority,
 )
+from dynamo.vllm.metrics import vllm_page
 
 _CHECK_S = 1.0
 """AsyncLLM has no callback for the death of an idle engine."""
@@ -111,8 +112,8 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         return 0
 
-    def abort(self, request_id: str) -> None:
-        """See ``Engine``."""
+    def abort(self, request_id: str, stopped: bool = False) -> None:
+        """See ``Engine``. To vLLM's own metrics all of them are aborted."""
         task = self._running.pop(request_id, None)
         if task is not None:
             # AsyncLLM aborts the request in the engine when the task that reads it is cancelled.
@@ -123,8 +124,8 @@ class AsyncLLMEngine:
         return len(self._running), self.steps
 
     def metrics(self) -> str:
-        """See ``Engine``. Empty: the worker has vLLM's scheduler statistics only."""
-        return ""
+        """See ``Engine``."""
+        return vllm_page()
 
     async def run(self) -> None:
         """See ``Engine``."""

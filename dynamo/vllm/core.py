@@ -18,12 +18,11 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, Metric, generate_latest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import POOLING_TASKS
@@ -32,7 +31,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats
 from vllm.version import __version__
 
@@ -53,6 +51,7 @@ from dynamo.vllm.engine_inputs import (
     in_input_thread,
     priority,
 )
+from dynamo.vllm.metrics import EngineMetrics, RunningRequest
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.pooling_model import find_pooling_facts
@@ -63,38 +62,6 @@ _TASKS = ("generate",)
 _SIGNAL = re.compile(r"status -(?:2|9|15)\b")  # SIGINT, SIGKILL, SIGTERM: from another process
 _WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
-_PREFIX = "vllm:"
-_TYPES = ("counter", "gauge")
-
-
-class EngineMetrics:
-    """Records each step with vLLM's own logger; :meth:`text` is in Prometheus's format.
-
-    Counters and gauges only: vLLM's histograms of latency are filled by its output processing,
-    which the worker does not run. The frontend measures latency.
-    """
-
-    def __init__(self, config: Any, ranks: Sequence[int]) -> None:
-        self._logger = PrometheusStatLogger(config, list(ranks))
-        self._logger.log_engine_initialized()
-
-    def record(self, rank: int, stats: Any, tokens: int, prefills: Sequence[Any]) -> None:
-        """Record a step that produced ``tokens`` and ended ``prefills`` (vLLM's statistics)."""
-        step = IterationStats()
-        step.num_generation_tokens = tokens
-        for prefill in prefills:
-            step.prompt_token_stats.update_from_output(prefill)
-        self._logger.record(stats, step, engine_idx=rank)
-
-    def text(self) -> str:
-        """Return the metrics; O(metrics)."""
-        return generate_latest(self).decode()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield vLLM's counters and gauges, for Prometheus's client."""
-        for metric in REGISTRY.collect():
-            if metric.name.startswith(_PREFIX) and metric.type in _TYPES:
-                yield metric
 
 
 class CoreEngine:
@@ -112,11 +79,12 @@ class CoreEngine:
         self._supported_tasks = POOLING_TASKS if self.info.pooling else _TASKS
         self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
-        self._sinks: dict[str, OutputSink] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._outbox: deque[EngineCoreRequest | str] = deque()
         self._posted = asyncio.Event()
         self._requests = PlainRequests(config, client)
-        self._plain = PlainTokens()
+        self._plain = PlainTokens(self._metrics.gaps)
+        self._step_s = 0.0  # the engine's time of the message that is read
         client.decoder = StepDecoder(client.decoder, self._plain)
         self._tasks = Tasks("vllm engine")
         self._tokenizing = asyncio.Lock()
@@ -136,23 +104,29 @@ class CoreEngine:
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
         """See ``Engine``."""
         number = self._params.new_id()
-        # The sink may follow the request: outputs arrive in a later turn of this loop.
+        routing = request.routing
+        running = RunningRequest(
+            sink,
+            request.stop_conditions.max_tokens,
+            None if routing is None else routing.lora_name,
+        )
+        # It may follow the request: outputs arrive in a later turn of this loop.
         if dp_rank is None and self._requests.send(request, number):
-            self._sinks[number] = sink
+            self._running[number] = running
             return number
         if request.multi_modal_data is not None:
             params = self._make_params(request)
-            self._sinks[number] = sink
+            self._running[number] = running
             work = self._or_reject(self._with_images, number, request, params, dp_rank)
             self._tasks.spawn(work, name="images")
         elif is_costly(request.sampling_options):
-            self._sinks[number] = sink
+            self._running[number] = running
             work = self._or_reject(self._prepare, number, request, dp_rank)
             self._tasks.spawn(work, name="prepare a request")
         else:
             engine_request = self._request(request, number, self._make_params(request), dp_rank)
             self._requests.learn(request, engine_request)
-            self._sinks[number] = sink
+            self._running[number] = running
             self._post(engine_request)
         return number
 
@@ -160,23 +134,32 @@ class CoreEngine:
         self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
     ) -> None:
         """See ``Engine``."""
-        if request_id in self._sinks:
-            self._plain.add(request_id, stream, on_full)
+        running = self._running.get(request_id)
+        if running is not None:
+            running.passing = True
+            # The step that is read now has a token of the request.
+            self._plain.add(request_id, stream, on_full, self._step_s)
 
     def stop_passing(self, request_id: str) -> int:
         """See ``Engine``."""
-        return self._plain.remove(request_id)
+        tokens, last_s = self._plain.remove(request_id)
+        running = self._running.get(request_id)
+        if running is not None and running.passing:
+            running.passed(tokens, last_s)
+        return tokens
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, stopped: bool = False) -> None:
         """See ``Engine``."""
-        if self._sinks.pop(request_id, None) is not None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
             self._post(request_id)
-            if not self._sinks:
+            self._metrics.aborted(request_id, running, stopped)
+            if not self._running:
                 self._report_idle()
 
     def progress(self) -> tuple[int, int]:
         """See ``Engine``."""
-        return len(self._sinks), self._messages
+        return len(self._running), self._messages
 
     def metrics(self) -> str:
         """See ``Engine``."""
@@ -209,10 +192,12 @@ class CoreEngine:
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
         await self._client.sleep_async(level, _WAIT)
+        self._metrics.sleeps(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
-        await self._client.wake_up_async(None if tags is None else list(tags))
+        if await self._client.wake_up_async(None if tags is None else list(tags)):
+            self._metrics.sleeps(0)
 
     async def reload_weights(self) -> None:
         """See ``Engine``."""
@@ -290,7 +275,7 @@ class CoreEngine:
             engine_request = await in_input_thread(self._prepared, request, number, rank)
         self._requests.learn(request, engine_request)
         # The client may have cancelled the request while the thread prepared it.
-        if number in self._sinks:
+        if number in self._running:
             self._post(engine_request)
 
     def _prepared(
@@ -305,9 +290,9 @@ class CoreEngine:
         tokens = len(inputs["prompt_token_ids"])
         check_context(tokens, self.info.context_length)
         engine_request = await in_input_thread(self._request, request, number, params, rank, inputs)
-        sink = self._sinks.get(number)
-        if sink is not None:
-            sink.on_images(tokens, expansions(request.token_ids, inputs))
+        running = self._running.get(number)
+        if running is not None:
+            running.sink.on_images(tokens, expansions(request.token_ids, inputs))
             self._post(engine_request)
 
     async def _or_reject(self, work: Callable[..., Awaitable[None]], number: str, *of: Any) -> None:
@@ -318,9 +303,9 @@ class CoreEngine:
             self._reject(number, failure(error))
 
     def _reject(self, number: str, error: DynamoError) -> None:
-        sink = self._sinks.pop(number, None)
-        if sink is not None:
-            sink.on_rejected(error)
+        running = self._running.pop(number, None)
+        if running is not None:
+            running.sink.on_rejected(error)
 
     async def _send(self) -> None:
         """Send requests and aborts in their order."""
@@ -333,45 +318,54 @@ class CoreEngine:
                 if isinstance(item, str):
                     await client.abort_requests_async([item])
                 # A request that was aborted in the outbox is not sent at all.
-                elif item.request_id in self._sinks:
+                elif item.request_id in self._running:
                     await self._add(item)
 
     async def _add(self, item: EngineCoreRequest) -> None:
         try:
             await self._client.add_request_async(item)
         except (TypeError, ValueError, OverflowError) as error:  # a value MessagePack cannot encode
-            sink = self._sinks.pop(item.request_id)
-            sink.on_rejected(InvalidArgument(f"the request cannot be sent to vLLM: {error}"))
+            text = f"the request cannot be sent to vLLM: {error}"
+            self._reject(item.request_id, InvalidArgument(text))
 
     async def _receive(self) -> None:
-        client, sinks = self._client, self._sinks
+        client, metrics, counts = self._client, self._metrics, self._plain.counts
         while True:
             outputs = await client.get_output_async()
             self._messages += 1
+            rank, stats = outputs.engine_index, outputs.scheduler_stats
             # Tokens that went straight to their streams count for this step, too.
-            tokens, self._plain.count, prefills = self._plain.count, 0, []
+            plain = counts.popleft() if counts else 0
+            step = metrics.step(rank, plain)
             if outputs.outputs:
                 # Read now, and passed on below: plain tokens of later messages may follow.
                 self._plain.read += 1
-            for output in outputs.outputs:
-                tokens += len(output.new_token_ids)
-                if output.prefill_stats is not None:
-                    prefills.append(output.prefill_stats)
-                if output.finish_reason is None:
-                    sink = sinks.get(output.request_id)
-                else:
-                    sink = sinks.pop(output.request_id, None)
-                if sink is not None:
-                    sink.on_output(output)
-            stats = outputs.scheduler_stats
-            if stats is None:
-                continue
-            self._metrics.record(outputs.engine_index, stats, tokens, prefills)
-            if self.on_stats is not None:
+                self._deliver(outputs, step)
+            # A message of statistics alone ends no step.
+            ends_step = plain or outputs.outputs or step.finished_requests
+            metrics.record(rank, stats, step if ends_step else None)
+            if stats is not None and self.on_stats is not None:
                 waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-                self.on_stats(
-                    outputs.engine_index, stats.num_running_reqs, waiting, stats.kv_cache_usage
-                )
+                self.on_stats(rank, stats.num_running_reqs, waiting, stats.kv_cache_usage)
+
+    def _deliver(self, outputs: Any, step: IterationStats) -> None:
+        """Count the outputs of a message for ``step`` and pass each to its sink."""
+        requests, metrics = self._running, self._metrics
+        rank, timestamp = outputs.engine_index, outputs.timestamp
+        self._step_s = timestamp
+        for output in outputs.outputs:
+            number = output.request_id
+            running = requests.get(number)
+            if running is None:  # aborted
+                continue
+            if running.passing:
+                running.stats.last_token_ts = self._plain.stamp(number, timestamp)
+            metrics.output(step, rank, timestamp, running, output)
+            running.sink.on_output(output)
+            if output.finish_reason is not None:
+                requests.pop(number, None)
+                # After the sink, which gets the count of plain tokens.
+                metrics.finished(step, number, running, output.finish_reason)
 
     def _report_idle(self) -> None:
         """Report empty ranks: an engine without requests sends no statistics after an abort."""

@@ -109,8 +109,11 @@ class Engine(Protocol):
         :meth:`OutputSink.on_rejected`.
         """
 
-    def abort(self, request_id: str) -> None:
-        """Stop the request and free its blocks; its sink is not called again."""
+    def abort(self, request_id: str, stopped: bool = False) -> None:
+        """Stop the request and free its blocks; its sink is not called again.
+
+        ``stopped``: its text is complete, a stop string ended it.
+        """
 
     def progress(self) -> tuple[int, int]:
         """Return the number of requests in the engine, and that of its messages so far."""

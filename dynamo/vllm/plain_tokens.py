@@ -6,6 +6,7 @@ A step's message has one output for each running request, most of them one token
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +16,25 @@ from dynamo.runtime.requests.frames import DATA
 from dynamo.runtime.requests.server import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, ServerStream
 
+OnGaps = Callable[[int, list[tuple[float, int]]], None]
+"""Receives a rank, and how many seconds after the last one of the same request how many tokens
+came."""
+
 
 class PlainTokens:
     """The streams that get their plain tokens directly.
 
-    ``count`` is how many tokens went this way; its reader resets it. Messages with other outputs
-    wait for their reader: ``sent`` of them so far, of which it has ``read`` so many. The tokens of
-    a request do not overtake those that wait.
+    ``counts`` are how many tokens went this way, for each message that waits for its reader, who
+    takes them; ``count`` are those of messages without anything else. ``gaps`` are the times before
+    those of the last message, which ``on_gaps`` gets with the rank of their engine. Messages with
+    other outputs wait for their reader: ``sent`` of them so far, of which it has ``read`` so many.
+    The tokens of a request do not overtake those that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gaps: OnGaps = lambda rank, gaps: None) -> None:
+        self.on_gaps = on_gaps
+        self.gaps: list[tuple[float, int]] = []
+        self.counts: deque[int] = deque()
         self.count = self.sent = self.read = 0
         self._router = TokenRouter(DATA, TOKEN_PREFIX)
         self._numbers: dict[ServerConnection, int] = {}
@@ -32,27 +42,41 @@ class PlainTokens:
         self._next = 0
         self._on_full: dict[str, Callable[[], None]] = {}
 
-    def add(self, request_id: str, stream: ServerStream, on_full: Callable[[], None]) -> None:
+    def add(
+        self,
+        request_id: str,
+        stream: ServerStream,
+        on_full: Callable[[], None],
+        last_s: float = 0.0,
+    ) -> None:
         """Pass the tokens of ``request_id`` on to ``stream`` until :meth:`remove`.
 
-        ``on_full`` is called when the connection is above its high-water mark.
+        ``on_full`` is called when the connection is above its high-water mark. The engine sent the
+        last token at ``last_s``.
         """
         connection, number, stats = stream.route()
         slot = self._numbers.get(connection)
         if slot is None:
             slot = self._add_connection(connection, stats)
-        self._router.add(request_id, slot, number, self.sent)
+        self._router.add(request_id, slot, number, self.sent, last_s)
         self._on_full[request_id] = on_full
 
-    def remove(self, request_id: str) -> int:
-        """Stop; return how many tokens were passed on, 0 for a request that was not added."""
+    def remove(self, request_id: str) -> tuple[int, float]:
+        """Stop; return how many tokens were passed on, and when the engine sent the last one.
+
+        (0, 0.0) for a request that was not added.
+        """
         if self._on_full.pop(request_id, None) is None:
-            return 0
+            return 0, 0.0
         return self._router.remove(request_id)
+
+    def stamp(self, request_id: str, time_s: float) -> float:
+        """Note a token that was not passed on; return when the last one of its request was."""
+        return self._router.stamp(request_id, time_s)
 
     def pass_on(self, message: bytes) -> bytes:
         """Write the plain tokens of an encoded step to their streams; return the other outputs."""
-        frames, rest = self._router.split(message, self.sent + 1, self.read)
+        frames, rest, self.gaps = self._router.split(message, self.sent + 1, self.read)
         for slot, count, data in frames:
             connection, stats = self._connections[slot]
             self.count += count
@@ -94,8 +118,14 @@ class StepDecoder:
             outputs = self._decoder.decode(frames)
         else:
             outputs = self._decoder.decode(tokens.pass_on(frames[0].bytes))
+            if tokens.gaps:
+                tokens.on_gaps(outputs.engine_index, tokens.gaps)
         # CoreEngine counts the same messages in ``read``: a message that was passed on as a whole
         # has no reader to wait for.
         if outputs.outputs:
             tokens.sent += 1
+        # Only these get a reader: vLLM's client drops what has neither.
+        if not outputs.utility_output and (outputs.outputs or outputs.scheduler_stats):
+            tokens.counts.append(tokens.count)
+            tokens.count = 0
         return outputs

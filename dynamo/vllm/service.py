@@ -136,7 +136,7 @@ class EngineResponse(OutputSink):
         if self._ended:
             return
         self._take_back()
-        self._owner.abort(self)
+        self._owner.abort(self, kind == "stop")
         self._send_last(EngineOutput(finish_reason="cancelled", completion_usage=self._usage()))
 
     def _on_item(self, output: EngineStep, ids: list[int]) -> None:
@@ -264,10 +264,10 @@ class VllmService:
         except DynamoError as error:
             stream.error(error)
 
-    def abort(self, response: EngineResponse) -> None:
-        """Stop the request of ``response`` in the engine."""
+    def abort(self, response: EngineResponse, stopped: bool) -> None:
+        """End the request of ``response`` in the engine; ``stopped``: its text is complete."""
         if response.id is not None:
-            self.engine.abort(response.id)
+            self.engine.abort(response.id, stopped)
 
     def pass_tokens(self, response: EngineResponse) -> None:
         """Let the engine send plain tokens to the stream of ``response``."""

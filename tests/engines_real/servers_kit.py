@@ -99,14 +99,14 @@ class EngineDeployment(Deployment):
         status, _, answer = self.request("POST", f"/engine/{route}", body, port=self.status_port)
         return status, json.loads(answer)
 
-    def engine_sample(self, name: str) -> float:
-        """The sum of vLLM's samples ``name`` on the page of that worker."""
+    def engine_sample(self, name: str, **labels: str) -> float:
+        """The sum of vLLM's samples ``name`` with ``labels`` on the page of that worker."""
         text = self.request("GET", "/metrics", port=self.status_port)[2].decode()
         return sum(
             float(one.value)
             for family in text_string_to_metric_families(text)
             for one in family.samples
-            if one.name == name
+            if one.name == name and labels.items() <= one.labels.items()
         )
 
     def wait_for_models(self, *names: str, timeout_s: float = ENGINE_START_S) -> None:

@@ -12,6 +12,11 @@ from answers_kit import COMPLETIONS
 from servers_kit import EngineDeployment, closing
 
 START_S = 200.0
+E2E, GAPS, FIRST = (
+    "vllm:e2e_request_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+)
 PROMPT = list(range(100, 164))
 """Two blocks of 32 tokens; the last one is computed again."""
 
@@ -36,7 +41,7 @@ def cached(answer: dict[str, Any]) -> int:
 def test_the_router_chooses_the_rank_that_has_the_blocks(
     made: EngineDeployment, tiny_model: Path
 ) -> None:
-    made.worker(tiny_model, "tiny", "--data-parallel-size", "2")
+    made.worker(tiny_model, "tiny", "--data-parallel-size", "2", **made.status_server())
     made.wait_for_models("tiny", timeout_s=START_S)
     first = ask(made, nvext={"dp_rank": 1})
     assert cached(first) == 0
@@ -47,6 +52,9 @@ def test_the_router_chooses_the_rank_that_has_the_blocks(
     other = ask(made, nvext={"dp_rank": 0})
     assert cached(other) == 0
     assert other["choices"][0]["text"] == first["choices"][0]["text"]
+    for metric, by_rank in ((E2E, (1, 5)), (GAPS, (7, 5 * 7)), (FIRST, (1, 5))):
+        counted = [made.engine_sample(f"{metric}_count", engine=rank) for rank in "01"]
+        assert counted == list(by_rank), metric
 
 
 def test_a_decode_worker_fetches_the_blocks_of_a_prefill_worker(
@@ -73,7 +81,7 @@ def test_a_decode_worker_fetches_the_blocks_of_a_prefill_worker(
 def test_async_llm_gives_the_same_answers(
     made: EngineDeployment, ours: EngineDeployment, tiny_model: Path
 ) -> None:
-    made.worker(tiny_model, "tiny", "--use-async-llm")
+    made.worker(tiny_model, "tiny", "--use-async-llm", **made.status_server())
     made.wait_for_models("tiny", timeout_s=START_S)
     expected = ask(ours, logprobs=2)["choices"]
     assert ask(made, logprobs=2)["choices"] == expected
@@ -82,3 +90,5 @@ def test_async_llm_gives_the_same_answers(
         "POST", COMPLETIONS, {"model": "tiny", "prompt": [1], "stop_token_ids": [10**6]}
     )
     assert status == 400, body
+    for metric, count in ((E2E, 2), (GAPS, 14), (FIRST, 2)):
+        assert made.engine_sample(f"{metric}_count") == count, metric

@@ -74,13 +74,15 @@ def test_any_steps_are_split_as_by_the_reference(
 ) -> None:
     fast, reference = _routers()
     for number, (request_id, left_in) in enumerate(added.items()):
-        fast.add(request_id, number % 2, number, left_in)
-        reference.add(request_id, number % 2, number, left_in)
+        fast.add(request_id, number % 2, number, left_in, number / 4)
+        reference.add(request_id, number % 2, number, left_in, number / 4)
     for number, (outputs, tail, read) in enumerate(steps, 1):
         if len(tail) == 4:
             fast.leave(number)
             reference.leave(number)
         message = _message(outputs, tuple(tail))
+        for name in list(added)[number:]:
+            assert fast.stamp(name, number / 8) == reference.stamp(name, number / 8)
         assert fast.split(message, number, read) == reference.split(message, number, read)
     assert [fast.remove(name) for name in sorted(added)] == [
         reference.remove(name) for name in sorted(added)
@@ -94,26 +96,47 @@ def test_a_truncated_or_damaged_message_is_returned_whole_or_split(
 ) -> None:
     router, _ = _routers()
     for number, (request_id, _, _) in enumerate(outputs):
-        router.add(request_id, 1, number, 0)
+        router.add(request_id, 1, number, 0, 0.0)
     message = _message(outputs, (None,))
     size = data.draw(st.integers(0, len(message)))
     noise = data.draw(st.binary(max_size=8))
     for damaged in (message[:size], message[:size] + noise + message[size + len(noise) :]):
-        frames, rest = router.split(damaged, 1, 1)
+        frames, rest, _ = router.split(damaged, 1, 1)
         if not frames:
             assert rest == damaged
 
 
 def test_a_frame_is_that_of_the_item() -> None:
     router, _ = _routers()
-    router.add("a", 7, 42, 0)
+    router.add("a", 7, 42, 0, 0.0)
     tokens = (0, 127, 128, 65535, 65536, 2**32 - 1)
     for token in tokens:
-        frames, rest = router.split(_message([("a", [token], [None] * 18), ("b", [1], [])]), 1, 0)
+        frames, rest, _ = router.split(
+            _message([("a", [token], [None] * 18), ("b", [1], [])]), 1, 0
+        )
         assert [(connection, count) for connection, count, _ in frames] == [(7, 1)]
         splitter = Splitter(1000, b"", LAST_KIND)
         assert splitter.feed(frames[0][2]) == [(DATA, 42, token_item(token))]
         assert msgspec.msgpack.decode(token_item(token), type=EngineOutput).token_ids == [token]
         assert msgspec.msgpack.decode(rest) == [0, [["b", [1]]]]
-    assert router.remove("a") == len(tokens)
-    assert router.remove("a") == 0
+    assert router.remove("a") == (len(tokens), 0.0)
+    assert router.remove("a") == (0, 0.0)
+
+
+def test_gaps_are_the_times_between_the_tokens_of_a_request() -> None:
+    router, _ = _routers()
+    for number, name in enumerate("abc"):
+        router.add(name, 1, number, 0, 1.0)
+    all_three = [(name, [5], [None] * 18) for name in "abc"]
+    assert router.split(_message(all_three, (None, 1.5)), 1, 0)[2] == [(0.5, 3)]
+    # One of them got its token another way, which the caller notes.
+    assert router.stamp("b", 1.75) == 1.5 and router.stamp("none", 2.0) == 0.0
+    assert router.split(_message(all_three, ({"x": [1]}, 2.0)), 1, 0)[2] == [
+        (0.5, 1),
+        (0.25, 1),
+        (0.5, 1),
+    ]
+    # Without a time there is no gap, and the last one stays.
+    for tail in ((), (None,), (None, None), (None, 7)):
+        assert router.split(_message(all_three, tail), 1, 0)[2] == []
+    assert router.remove("a") == (6, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,22 +24,33 @@ class OracleTokenRouter:
         self._prefix = prefix
         self._routes: dict[str, tuple[int, int]] = {}
         self._tokens: dict[str, int] = {}
+        self._last_s: dict[str, float] = {}
         self._left_in: dict[str, int] = {}
         self._all_left_in = 0
 
     def __len__(self) -> int:
         return len(self._routes)
 
-    def add(self, request_id: str, connection: int, stream: int, left_in: int) -> None:
-        """Pass plain tokens on, once message ``left_in`` was read."""
+    def add(
+        self, request_id: str, connection: int, stream: int, left_in: int, last_s: float
+    ) -> None:
+        """Pass plain tokens on, once message ``left_in`` was read; the last one came before."""
+        self._last_s[request_id] = last_s
         self._left_in[request_id] = left_in
         self._routes[request_id] = (connection, stream)
         self._tokens[request_id] = 0
 
-    def remove(self, request_id: str) -> int:
-        """Stop; return how many were passed on."""
+    def remove(self, request_id: str) -> tuple[int, float]:
+        """Stop; return how many were passed on, and when the last one came."""
         self._routes.pop(request_id, None)
-        return self._tokens.pop(request_id, 0)
+        return self._tokens.pop(request_id, 0), self._last_s.pop(request_id, 0.0)
+
+    def stamp(self, request_id: str, time_s: float) -> float:
+        """A token came another way; return when the last one came."""
+        last_s = self._last_s.get(request_id, 0.0)
+        if request_id in self._last_s:
+            self._last_s[request_id] = time_s
+        return last_s
 
     def leave(self, number: int) -> None:
         """Message ``number`` is not split."""
@@ -46,15 +58,17 @@ class OracleTokenRouter:
 
     def split(
         self, message: bytes, number: int, read: int
-    ) -> tuple[list[tuple[int, int, bytes]], bytes]:
-        """Return the frames by connection, and the message without them."""
+    ) -> tuple[list[tuple[int, int, bytes]], bytes, list[tuple[float, int]]]:
+        """Return the frames by connection, the message without them, and the gaps of tokens."""
         try:
             rank, outputs, *tail = msgspec.msgpack.decode(message)
         except (msgspec.MsgspecError, ValueError, TypeError):
             self._all_left_in = number
-            return [], message
+            return [], message, []
         frames: dict[int, list[bytes]] = {}
         kept = []
+        gaps: list[float] = []
+        time_s = tail[1] if len(tail) > 1 and isinstance(tail[1], float) else 0.0
         for output in outputs:
             request_id, ids = output[0], output[1]
             waits = max(self._left_in.get(request_id, 0), self._all_left_in) > read
@@ -64,12 +78,16 @@ class OracleTokenRouter:
                 continue
             connection, stream = self._routes[request_id]
             self._tokens[request_id] += 1
+            if time_s > 0:
+                gaps.append(time_s - self._last_s[request_id])
+                self._last_s[request_id] = time_s
             item = self._prefix + _item_id(ids[0])
             frames.setdefault(connection, []).append(pack(self._kind, stream, item))
         if not frames:
-            return [], message
+            return [], message, []
         rest = msgspec.msgpack.encode([rank, kept, *tail])
-        return [(each, len(found), b"".join(found)) for each, found in frames.items()], rest
+        split = [(slot, len(parts), b"".join(parts)) for slot, parts in frames.items()]
+        return split, rest, [(gap, len(list(run))) for gap, run in itertools.groupby(gaps)]
 
 
 def _plain(ids: Any, further: Sequence[Any]) -> bool:

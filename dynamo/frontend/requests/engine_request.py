@@ -400,6 +400,8 @@ class EngineRequest:
     def _stop_early(self) -> None:
         """A stop string ended the text before the engine ended its output."""
         if self.stream is not None:
+            # An orderly end, for the metrics of the engine; the kill lets no handler go on.
+            self.stream.stop()
             self.stream.kill()
         self.open = False
         self.release()

@@ -66,13 +66,16 @@ class Stream:
         self.request = request
         self.sink = sink
         self.engine_id = headers["request-id"]
-        self.killed = 0
+        self.killed = self.stopped = 0
 
     def keep_tokens(self) -> None:
         """All items go to ``on_data`` anyway."""
 
     def pass_tokens(self, *args: Any) -> None:
         """Leave all items to ``on_data``."""
+
+    def stop(self) -> None:
+        self.stopped += 1
 
     def kill(self) -> None:
         self.killed += 1
@@ -399,7 +402,8 @@ async def test_a_stop_string_ends_the_engine(site: Site) -> None:
     site.chat(stop=["day"])
     (stream,) = site.streams
     stream.say(ids(site, "good day to you"))
-    assert stream.killed == 1
+    # The worker gets an orderly end first, and then the end of its client.
+    assert (stream.stopped, stream.killed) == (1, 1)
     assert site.answer["choices"][0]["message"]["content"] == "good "
     assert site.answer["choices"][0]["finish_reason"] == "stop"
     stream.sink.on_end()

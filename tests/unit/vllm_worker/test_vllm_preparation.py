@@ -105,7 +105,7 @@ async def test_a_request_that_cannot_be_prepared_ends(error: BaseException, imag
     engine._params, engine._make_params = params, MagicMock() if images else stuck
     engine._requests = SimpleNamespace(send=lambda *_: False)
     engine._images = SimpleNamespace(process=stuck)
-    engine._sinks, engine._messages, engine._tasks = {}, 0, Tasks("test")
+    engine._running, engine._messages, engine._tasks = {}, 0, Tasks("test")
     engine._tokenizing = asyncio.Lock()
     sink = Sink()
     given = request(multi_modal_data={"image_url": []}) if images else request()

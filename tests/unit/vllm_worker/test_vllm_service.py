@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -68,6 +69,7 @@ class ScriptedEngine:
         self.requests: list[PreprocessedRequest] = []
         self.ranks: list[int | None] = []
         self.aborted: list[str] = []
+        self.stopped_by_client = 0
         self.refusal: DynamoError | None = None
         self.plain = PlainTokens()
         self.changed = asyncio.Event()
@@ -88,10 +90,11 @@ class ScriptedEngine:
         self.plain.add(request_id, stream, on_full)
 
     def stop_passing(self, request_id: str) -> int:
-        return self.plain.remove(request_id)
+        return self.plain.remove(request_id)[0]
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, stopped: bool = False) -> None:
         self.aborted.append(request_id)
+        self.stopped_by_client += stopped
         self.changed.set()
 
     async def started(self, count: int) -> None:
@@ -279,6 +282,8 @@ class CoreOutputs(msgspec.Struct, array_like=True):
     engine_index: int
     outputs: list[CoreOutput] = []
     scheduler_stats: Any = None
+    timestamp: float = 0.0
+    utility_output: Any = None
 
 
 @dataclass
@@ -324,11 +329,14 @@ async def test_tokens_stay_in_order_whatever_waits(tmp_path: Path, seed: int) ->
         await made.engine.started(6)
         answers = {name: [dice.randrange(100_000) for _ in range(90)] for name in made.engine.sinks}
         plain, waiting = made.engine.plain, deque[CoreOutputs]()
-        decoder, passed = StepDecoder(CoreDecoder(), plain), 0
+        decoder, passed, counted = StepDecoder(CoreDecoder(), plain), 0, 0
 
         def read() -> None:
+            nonlocal counted
             outputs = waiting.popleft()
             plain.read += 1
+            counted += plain.counts.popleft()
+            counted += sum(len(output.new_token_ids) for output in outputs.outputs)
             for output in outputs.outputs:
                 output.prefill_stats = output.prefill_stats and Stats(0)
                 made.engine.sinks[output.request_id].on_output(cast(Any, output))
@@ -349,6 +357,31 @@ async def test_tokens_stay_in_order_whatever_waits(tmp_path: Path, seed: int) ->
             assert sink.items[-1].completion_usage is not None
             assert sink.items[-1].completion_usage.completion_tokens == len(ids)
         assert passed > 5, "plain tokens take the short way"
+        assert counted + plain.count == sum(map(len, answers.values())) and not plain.counts
+
+
+async def test_a_message_has_its_own_count_of_plain_tokens() -> None:
+    gaps: list[Any] = []
+    plain = PlainTokens(lambda rank, passed: gaps.append((rank, passed)))
+    decoder = StepDecoder(CoreDecoder(), plain)
+    stream: Any = MagicMock(spec=ServerStream)
+    connection = MagicMock(above_high_water=False, closed=False)
+    stream.route.return_value = (connection, 1, MagicMock())
+    plain.add("a", stream, lambda: None, 1.0)
+    one = [["a", [5], *[None] * 10]]
+    # With statistics, with another output, with neither (it has no reader), and an engine's answer.
+    for outputs, stats, time_s, utility in (
+        (one * 2, {"x": 1}, 1.5, None),
+        ([*one, ["b", [1, 2]]], None, 1.75, None),
+        (one, None, 2.0, None),
+        ([], None, 2.25, [1]),
+        ([], {"x": 1}, 2.25, None),
+    ):
+        frame = Frame(msgspec.msgpack.encode([3, outputs, stats, time_s, utility]))
+        decoder.decode([frame])
+    assert list(plain.counts) == [2, 1, 1]
+    assert gaps == [(3, [(0.5, 1), (0.0, 1)]), (3, [(0.25, 1)]), (3, [(0.25, 1)])]
+    assert plain.remove("a") == (4, 2.0)
 
 
 async def test_a_paused_stream_gets_its_plain_tokens_later(tmp_path: Path) -> None:
@@ -456,7 +489,7 @@ async def test_a_kill_aborts_in_the_engine(tmp_path: Path) -> None:
         await made.engine.started(1)
         stream.kill()
         await made.engine.stopped(1)
-        assert made.engine.aborted == ["r0"]
+        assert made.engine.aborted == ["r0"] and not made.engine.stopped_by_client
         made.engine.sinks["r0"].on_output(EngineStep([1]))  # a step that was on its way: dropped
         assert made.service.admission.running == 0
 
@@ -468,7 +501,7 @@ async def test_a_stop_ends_the_stream_with_the_usage(tmp_path: Path) -> None:
         made.engine.sinks["r0"].on_output(EngineStep([7], prefill_stats=Stats(0)))
         stream.stop()
         await sink.end()
-        assert made.engine.aborted == ["r0"]
+        assert made.engine.aborted == ["r0"] and made.engine.stopped_by_client == 1
         assert sink.items[-1].finish_reason == "cancelled"
         assert sink.items[-1].completion_usage is not None
 
