@@ -93,7 +93,8 @@ class PoolingFacts(msgspec.Struct, omit_defaults=True):
 
     #: vLLM's name of what the model computes: embed, classify, token_embed or token_classify.
     task: str = "embed"
-    #: How two texts are scored: ``bi-encoder`` (two vectors), ``cross-encoder``, "" if not at all.
+    #: How two texts are scored: ``bi-encoder`` (two vectors), ``late-interaction`` (two lists of
+    #: vectors), ``cross-encoder`` (in one input), "" if not at all.
     scoring: str = ""
     #: Whether a cross-encoder has a separating token between the texts; else they are joined.
     separates: bool = True

@@ -1,7 +1,8 @@
 """What vLLM knows about its pooling model: the task, how texts are scored, names of classes.
 
 The rules are those of vLLM's own server: one task, the first that the model has; scores by the
-cosine of two embeddings, or by a classifier with one class that reads both texts.
+cosine of two embeddings, by the products of the vectors of tokens, or by a classifier with one
+class that reads both texts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.model_executor.models.interfaces import supports_score_template
 from dynamo.errors import ConfigError
 from dynamo.protocols.pooling import MAX_LABEL_BYTES, PoolingFacts
 
+_COMPARED = {"embed": "bi-encoder", "token_embed": "late-interaction"}
 _SERVED = ("embed", "classify", "token_embed", "token_classify")
 
 
@@ -44,8 +46,11 @@ def find_pooling_facts(processor: Any, tasks: Collection[str]) -> PoolingFacts:
 
 
 def _scoring(model: Any, task: str) -> str:
-    if task == "embed":
-        return "bi-encoder"
+    # Jina's ranking models read all documents in one input, and have a template in vLLM's code.
+    if model.architecture == "JinaForRanking":
+        return ""
+    if task in _COMPARED:
+        return _COMPARED[task]
     if task != "classify" or getattr(model.hf_config, "num_labels", 0) != 1:
         return ""
     # Such a model has its template in vLLM's code: the frontend cannot make its prompts.

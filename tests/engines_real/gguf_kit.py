@@ -13,10 +13,11 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, CONTEXT = 64, 128, 2, 4, 2048
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
-def write_gguf(path: Path, seed: int = 1) -> Path:
-    """Write a Llama with the tokenizer of the example model, by the ``gguf`` package."""
+def write_gguf(path: Path, seed: int = 1, *, ranks: bool = False) -> Path:
+    """Write a Llama with the tokenizer of the example model, by the ``gguf`` package; with
+    ``ranks`` a reranker in the form of Qwen3's."""
     gguf: Any = importlib.import_module("gguf")
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "qwen3" if ranks else "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
@@ -27,7 +28,12 @@ def write_gguf(path: Path, seed: int = 1) -> Path:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_file_type(0)
-    _add_weights(writer, _add_tokenizer(writer), seed)
+    if ranks:
+        writer.add_key_length(HIDDEN // HEADS)
+        writer.add_value_length(HIDDEN // HEADS)
+        writer.add_pooling_type(gguf.PoolingType.RANK)
+        writer.add_classifier_output_labels(["yes", "no"])
+    _add_weights(writer, _add_tokenizer(writer), seed, ranks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -60,7 +66,7 @@ def _add_tokenizer(writer: Any) -> list[str]:
     return [by_id[number] for number in numbers]
 
 
-def _add_weights(writer: Any, tokens: list[str], seed: int) -> None:
+def _add_weights(writer: Any, tokens: list[str], seed: int, ranks: bool) -> None:
     numpy: Any = importlib.import_module("numpy")
     numbers = numpy.random.default_rng(seed)
 
@@ -72,17 +78,21 @@ def _add_weights(writer: Any, tokens: list[str], seed: int) -> None:
             values[[not (one.isascii() and one.isalnum()) for one in tokens]] = 0
         writer.add_tensor(name, values)
 
-    def add_norm(name: str) -> None:
-        writer.add_tensor(name, numpy.ones(HIDDEN, "float32"))
+    def add_norm(name: str, size: int = HIDDEN) -> None:
+        writer.add_tensor(name, numpy.ones(size, "float32"))
 
     add("token_embd.weight", len(tokens), HIDDEN)
     for layer in range(LAYERS):
         add_norm(f"blk.{layer}.attn_norm.weight")
         for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
             add(f"blk.{layer}.{part}.weight", HIDDEN, HIDDEN)
+        for part in ("attn_q_norm", "attn_k_norm") if ranks else ():
+            add_norm(f"blk.{layer}.{part}.weight", HIDDEN // HEADS)
         add_norm(f"blk.{layer}.ffn_norm.weight")
         add(f"blk.{layer}.ffn_gate.weight", INTERMEDIATE, HIDDEN)
         add(f"blk.{layer}.ffn_up.weight", INTERMEDIATE, HIDDEN)
         add(f"blk.{layer}.ffn_down.weight", HIDDEN, INTERMEDIATE)
     add_norm("output_norm.weight")
     add("output.weight", len(tokens), HIDDEN)
+    if ranks:
+        add("cls.output.weight", 2, HIDDEN)

@@ -31,14 +31,16 @@ pytestmark = [
 class Llama(EngineDeployment):
     """A llama-server behind our frontend, and its own port to compare with."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *options: str, ranks: bool = False) -> None:
         super().__init__(directory)
         self.server_port = free_port()
-        self.model = write_gguf(directory / "tiny.gguf")
+        self.options = options
+        self.model = write_gguf(directory / "tiny.gguf", ranks=ranks)
 
     def attach(self, *flags: str) -> None:
         """Start the worker, which starts the server on the known port."""
         words = [str(SERVER), "-m", str(self.model), "-t", "1", "-np", str(SLOTS), "--metrics"]
+        words += self.options
         exact = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")  # the same numbers in any batch
         command = " ".join([*words, *exact, "--kv-unified", "--port", "{port}"])
         url = f"http://127.0.0.1:{self.server_port}"
@@ -152,3 +154,23 @@ def words(process: psutil.Process) -> list[str]:
     """The command line of a server, not of those that started it."""
     found = process.cmdline()
     return found if found and found[0] == SERVER else []
+
+
+def test_a_reranker_on_every_path_of_its_api(tmp_path: Path) -> None:
+    """llama-server has /v1/rerank; clients of Cohere ask for /v2/rerank."""
+    body = {"model": "tiny", "query": "which?", "documents": ["this", "that one"], "top_n": 2}
+    with closing(Llama(tmp_path / "llama", "--reranking", ranks=True)) as ranker:
+        assert isinstance(ranker, Llama)
+        ranker.frontend()
+        ranker.attach()
+        ranker.wait_for_models("tiny")
+        direct = json.loads(ranker.direct("/v1/rerank", body))["results"]
+        scores = {row["index"]: row["relevance_score"] for row in direct}
+        assert len(set(scores.values())) == 2
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            rows = ranker.post(path, body)["results"]
+            assert {row["index"]: row["relevance_score"] for row in rows} == pytest.approx(scores)
+        status, _, answer = ranker.request("POST", "/v1/score", {"model": "tiny", "text_1": "a"})
+        assert status == 404 and b"has no /v1/score" in answer
+        page = ranker.request("GET", "/metrics")[2].decode()
+        assert 'endpoint="rerank",error_type="",model="tiny"' in page

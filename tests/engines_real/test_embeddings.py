@@ -61,6 +61,33 @@ def test_the_vectors_are_the_engines(
         assert mine["usage"][name] == other["usage"][name]
 
 
+CHAT_OF = [{"role": "system", "content": "Find songs"}, {"role": "user", "content": "Hello there"}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": CHAT_OF},
+        {"messages": [CHAT_OF, CHAT_OF[1:]]},
+        {"messages": CHAT_OF, "add_generation_prompt": True},
+        {"messages": CHAT_OF, "continue_final_message": True, "add_special_tokens": True},
+        {"messages": CHAT_OF, "truncate_prompt_tokens": 5},
+        {"input": prompts(4), "truncate_prompt_tokens": 3, "truncation_side": "left"},
+        {"input": [[5, 900, 1200, 77]], "truncate_prompt_tokens": 2},
+        {"input": prompts(4), "use_activation": False},
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_instructions_and_cuts(
+    more: dict[str, Any], pooling: tuple[EngineDeployment, EngineDeployment]
+) -> None:
+    mine, other = (side.post(PATH, {"model": "tiny", **more}) for side in pooling)
+    assert len(mine["data"]) == len(other["data"])
+    for row, expected in zip(mine["data"], other["data"], strict=True):
+        assert row["embedding"] == pytest.approx(expected["embedding"], abs=1e-5, rel=1e-4)
+    assert mine["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
+
+
 def test_base64(pooling: tuple[EngineDeployment, EngineDeployment]) -> None:
     ours, _ = pooling
     body = {"model": "tiny", "input": "Hello there"}

@@ -37,6 +37,21 @@ PAIRS: list[dict[str, Any]] = [
 ]
 
 
+TEMPLATE = """<|im_start|>system
+Answer yes or no.<|im_end|>
+<|im_start|>user
+<Instruct>: {{ instruction | default("Find what answers the query") }}
+<Query>: {{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}
+<Document>: {{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}
+<|im_end|>
+<|im_start|>assistant
+"""
+OVERRIDES = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "classifier_from_token": ["a", "b"],
+    "method": "from_2_way_softmax",
+}
+RERANKER = ("--runner", "pooling", "--hf-overrides", json.dumps(OVERRIDES))
 CUT = {"truncate_prompt_tokens": 20}
 
 
@@ -57,14 +72,18 @@ class Side:
         assert got == status and text in json.loads(answer)["error"]["message"], answer
 
 
-def deployed(directory: Path, model: Path) -> Iterator[Side]:
+def deployed(
+    directory: Path, model: Path, *flags: str, template: Path | None = None
+) -> Iterator[Side]:
+    """``template`` is one for scores, whose flag has another name on vLLM's server."""
     with (
         closing(EngineDeployment(directory / "ours")) as ours,
         closing(EngineDeployment(directory / "theirs")) as theirs,
     ):
+        given = () if template is None else (str(template),)
         ours.frontend("--router-mode", "kv")
-        ours.worker(model, "m", *BERT)
-        theirs.vllm_server(model, "m", *BERT)
+        ours.worker(model, "m", *flags, *(("--custom-jinja-template", *given) if given else ()))
+        theirs.vllm_server(model, "m", *flags, *(("--chat-template", *given) if given else ()))
         ours.wait_for_models("m")
         theirs.wait_for_models("m")
         yield Side(ours, theirs)
@@ -73,19 +92,38 @@ def deployed(directory: Path, model: Path) -> Iterator[Side]:
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
     directory = tmp_path_factory.mktemp("reranker")
-    yield from deployed(directory, write_bert(directory / "model", ("LABEL_0",)))
+    yield from deployed(directory, write_bert(directory / "model", ("LABEL_0",)), *BERT)
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
     directory = tmp_path_factory.mktemp("classifier")
-    yield from deployed(directory, write_bert(directory / "model", LABELS))
+    yield from deployed(directory, write_bert(directory / "model", LABELS), *BERT)
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
     directory = tmp_path_factory.mktemp("embedder")
-    yield from deployed(directory, write_bert(directory / "model"))
+    yield from deployed(directory, write_bert(directory / "model"), *BERT)
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    directory = tmp_path_factory.mktemp("late")
+    flags = *BERT, "--pooler-config", '{"task": "token_embed"}'
+    yield from deployed(directory, write_bert(directory / "model"), *flags)
+
+
+@pytest.fixture(scope="module", params=["template", "joined"])
+def generator(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[Side]:
+    """A generating model that is a classifier of two of its tokens, as Qwen3-Reranker."""
+    directory = tmp_path_factory.mktemp("generator")
+    template = directory / "score.jinja"
+    template.write_text(TEMPLATE)
+    given = template if request.param == "template" else None
+    yield from deployed(directory, tiny_model, *RERANKER, template=given)
 
 
 def same_usage(mine: dict[str, Any], other: dict[str, Any]) -> None:
@@ -121,6 +159,34 @@ def test_an_embedder_scores_as_vllm(pairs: dict[str, Any], embedder: Side) -> No
     same_scores(*embedder.both("/v1/score", pairs))
 
 
+@pytest.mark.parametrize("pairs", PAIRS, ids=lambda pairs: " ".join(pairs))
+def test_late_interaction_scores_as_vllm(pairs: dict[str, Any], late: Side) -> None:
+    mine, other = late.both("/v1/score", pairs)
+    scores = [row["score"] for row in mine["data"]]
+    assert scores == pytest.approx([row["score"] for row in other["data"]], rel=1e-5)
+
+
+@pytest.mark.parametrize("pairs", PAIRS, ids=lambda pairs: " ".join(pairs))
+def test_a_generating_model_scores_as_vllm(pairs: dict[str, Any], generator: Side) -> None:
+    mine, other = generator.both("/v1/score", pairs)
+    same_scores(mine, other)
+
+
+def test_an_instruction(generator: Side, request: pytest.FixtureRequest) -> None:
+    pair = {"query": QUERY, "documents": DOCUMENTS}
+    for more in (
+        {"instruction": "Be kind"},
+        {"chat_template_kwargs": {"instruction": "Be short"}, "instruction": "Be kind"},
+    ):
+        if "joined" in request.node.name:
+            generator.refused("/v1/rerank", {**pair, **more}, 400, "need a template for scores")
+            continue
+        plain, mine = (generator.ours.post("/v1/rerank", {"model": "m", **pair, **fields})
+                       for fields in ({}, more))  # fmt: skip
+        assert plain["usage"] != mine["usage"]
+        same_ranks(*generator.both("/v1/rerank", {**pair, **more}))
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 @pytest.mark.parametrize("top_n", [None, 2, 99])
 def test_rerank(path: str, top_n: int | None, reranker: Side) -> None:
@@ -151,14 +217,17 @@ def test_classify(given: Any, classifier: Side) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_pooling(encoding: str, classifier: Side, embedder: Side) -> None:
-    for side in (classifier, embedder):
+def test_pooling(encoding: str, classifier: Side, embedder: Side, late: Side) -> None:
+    for side in (classifier, embedder, late):
         body = {"input": [QUERY, LONG], "encoding_format": encoding, "truncate_prompt_tokens": 16}
         mine, other = side.both("/pooling", body)
         for row, expected in zip(mine["data"], other["data"], strict=True):
             values = [each["data"] for each in (row, expected)]
             if encoding == "base64":
                 values = [array("f", base64.b64decode(value)).tolist() for value in values]
+            elif side is late:
+                assert len(values[0]) == len(values[1]) > 1
+                values = [[number for row in value for number in row] for value in values]
             assert values[0] == pytest.approx(values[1], abs=1e-5)
         same_usage(mine, other)
 

@@ -215,6 +215,20 @@ async def test_an_answer_without_a_body(site: RelaySite) -> None:
 # -- models and routes
 
 
+class PoolingSite(RelaySite):
+    embeds = True
+
+
+async def test_another_name_of_a_path_reaches_the_servers_own() -> None:
+    site = PoolingSite()
+    site.far.paths |= {"/v1/rerank"}
+    site.post({"model": "far", "query": "a", "documents": ["b"]}, "/v2/rerank?x=1")
+    (relayed,) = site.relayed
+    assert relayed.request.path == "/v1/rerank?x=1"
+    assert site.sample("dynamo_frontend_requests_started_total", endpoint="rerank") == 1
+    site.bench.connection.connection_lost(None)
+
+
 async def test_models_that_take_tokens_are_not_affected(site: RelaySite) -> None:
     site.chat(max_tokens=5)
     (stream,) = site.streams

@@ -248,3 +248,29 @@ async def test_the_engine_gets_what_the_client_asks_for(tmp_path: Path) -> None:
         options = [request.extra_args or {} for request in made.engine.requests]
         assert [each["extra_kwargs"]["compressed_token_type_ids"] for each in options] == [2, 1]
         assert {each["use_activation"] for each in options} == {False}
+
+
+async def test_many_inputs_take_several_turns_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.vllm.pooling._TURN_S", -1)
+    async with deployed(tmp_path) as made:
+        sink, stream = made.start(*[[number + 1] for number in range(50)])
+        await made.engine.started(1)
+        submitted = len(made.engine.requests)
+        assert submitted < 50
+        await made.engine.started(50)
+        assert [request.token_ids[0] for request in made.engine.requests] == list(range(1, 51))
+        for number in range(50):
+            output(made, number, float(number))
+        assert await scores(sink) == list(range(50))
+        _, stream = made.start(*[[1]] * 50)
+        await made.engine.started(51)
+        stream.kill()
+        async with asyncio.timeout(10):
+            while made.admission.running:  # noqa: ASYNC110 - one loop iteration at a time
+                await asyncio.sleep(0)
+        for _ in range(60):
+            await asyncio.sleep(0)
+        # None is submitted after the client has gone, and none of the submitted runs on.
+        assert len(made.engine.requests) - 50 == len(made.engine.aborted) < 50

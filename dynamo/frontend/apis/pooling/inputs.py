@@ -79,7 +79,7 @@ def pair_inputs(preprocessor: Preprocessor, facts: PoolingFacts, request: PairBo
             "(`pooling` in the runtime_data of their cards)"
         )
     encoder = _Encoder(preprocessor, facts, request, "documents")
-    if facts.scoring == "bi-encoder":
+    if facts.scoring != "cross-encoder":
         limits = (*[request.max_tokens_per_query] * len(first),
                   *[request.max_tokens_per_doc] * len(second))  # fmt: skip
         texts = zip((*first, *second), limits, strict=True)
