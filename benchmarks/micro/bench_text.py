@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 import tokenizers
 
+from dynamo.frontend.answer.completions import ChatStream
 from dynamo.frontend.answer.events import ParsedChatStream
-from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.logprobs import ChatLogprobs
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat

@@ -16,6 +16,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,30}://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)
 # A browser leaves the default port of the scheme out of Origin (RFC 6454, section 6.2).
 _DEFAULT_PORT = re.compile(r"(?<=^http:)(//.+):80$|(?<=^https:)(//.+):443$")
 
+REFUSE, IGNORE, PASS = "refuse", "ignore", "pass"
+"""What to do with the unknown fields of a request."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
@@ -189,10 +192,19 @@ class FrontendSettings:
         minimum=0,
         help="workers that a model needs before it is listed and served for the first time",
     )
+    unknown_fields: str = option(
+        REFUSE,
+        choices=(REFUSE, IGNORE, PASS),
+        help="what to do with request fields that are not known here: refuse the request, ignore "
+        "them, or pass them on to the engine, which ignores those that it does not know",
+    )
     ignore_unsupported_fields: bool = variable(
         False,
         "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
-        help="accept unknown request fields instead of rejecting them",
+        help="ignore unknown request fields where --unknown-fields says refuse",
+    )
+    trust_request_chat_template: bool = option(
+        False, help="render chats with the template in their field chat_template"
     )
     responses_store_mb: int = option(
         64,
@@ -241,6 +253,13 @@ class FrontendSettings:
         deprecated="models are read from the directories that their workers register",
         help="accepted, no effect",
     )
+
+    @property
+    def unknown_field_policy(self) -> str:
+        """What to do with unknown fields, by both settings."""
+        if self.unknown_fields == REFUSE and self.ignore_unsupported_fields:
+            return IGNORE
+        return self.unknown_fields
 
     @property
     def serves_ui(self) -> bool:

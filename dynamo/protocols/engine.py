@@ -20,6 +20,9 @@ GENERATED_TOKENS = "generated_tokens"
 """Key of ``PreprocessedRequest.extra_args``: so many of the last ``token_ids`` are no prompt of the
 client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do not include them."""
 
+KV_TRANSFER = "kv_transfer_params"
+"""Key of ``disaggregated_params`` and of vLLM's ``extra_args`` for a transfer of KV blocks."""
+
 HTTP_INPUT = "Http"
 """``model_input`` of a card whose worker takes ``HttpRequest``."""
 
@@ -58,7 +61,11 @@ class StopConditions(msgspec.Struct, omit_defaults=True):
 
 
 class SamplingOptions(msgspec.Struct, omit_defaults=True):
-    """How the engine samples the next token."""
+    """How the engine samples the next token.
+
+    ``engine_options`` are fields of the request that vLLM alone has, by its names, and as
+    ``passed_fields`` those that the frontend does not know. Other engines ignore them.
+    """
 
     n: int | None = None
     best_of: int | None = None
@@ -76,6 +83,7 @@ class SamplingOptions(msgspec.Struct, omit_defaults=True):
     logit_bias: dict[str, float] | None = None
     guided_decoding: dict[str, Any] | None = None
     bad_words: list[str] | None = None
+    engine_options: dict[str, Any] | None = None
 
 
 class OutputOptions(msgspec.Struct, omit_defaults=True):

@@ -7,7 +7,7 @@ chat template reads them unchanged.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,11 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
 """Length limit of each stop string."""
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 19
+MAX_BAD_WORDS_TOKENS = 8_192
+"""Limit on all of ``bad_words_token_ids`` together."""
+MAX_SESSION_CHARACTERS = 256
+MAX_TEMPLATE_CHARACTERS = 65_536
 MAX_BAD_WORDS_CHARACTERS = 32_768
 """Limit on all bad words together: a worker tokenizes each twice."""
 MAX_REGEX_CHARACTERS = 16_384
@@ -44,14 +49,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
-    "repetition_penalty": (0, 2),
+    "repetition_penalty": (0, 1_000_000),
     "n": (1, 128),
-    "best_of": (0, 20),
-    "top_logprobs": (0, 20),
-    "logprobs": (0, 5),
-    "logit_bias": (-100, 100),
+    "best_of": (0, 128),
+    "top_logprobs": (0, 128),
+    "logprobs": (0, 128),
+    "logit_bias": (-1_000_000, 1_000_000),
 }
-"""Inclusive bounds by field name; ``repetition_penalty`` excludes its lower one."""
+"""Inclusive bounds by field name; ``repetition_penalty`` excludes its lower one. Engines bound
+log probabilities themselves, vLLM by ``--max-logprobs``."""
 
 
 def _between(name: str) -> Meta:
@@ -63,7 +69,12 @@ TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 MaxTokens = Annotated[int, Meta(gt=0, le=MAX_TOKENS_LIMIT)]
 WorkerId = Annotated[int, Meta(ge=0)]
 PriorityLevel = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TemplateText = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARACTERS)]
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""A text may be a number where none is, but not "nan" or "inf"."""
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 Bias = Annotated[float, _between("logit_bias")]
 Penalty = Annotated[float, _between("frequency_penalty")]
 Fraction = Annotated[float, _between("top_p")]
@@ -85,13 +96,24 @@ class StructuredOutputs(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
     whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class RepetitionDetection(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """vLLM's ``repetition_detection``: end an answer that repeats a pattern of tokens."""
+
+    max_pattern_size: TokenCount = 0
+    min_pattern_size: TokenCount = 0
+    min_count: TokenCount = 0
 
 
 class AgentHints(msgspec.Struct, omit_defaults=True):
     """Hints of an agent about its request."""
 
-    latency_sensitivity: float | None = None
+    latency_sensitivity: Finite | None = None
     priority: PriorityLevel | None = None
     strict_priority: PriorityLevel | None = None
     osl: TokenCount | None = None
@@ -103,7 +125,7 @@ class RoutingConstraints(msgspec.Struct, omit_defaults=True):
     (``preferred_taints``: name to weight, negative to avoid)."""
 
     required_taints: Annotated[list[str], Meta(max_length=64)] | None = None
-    preferred_taints: Annotated[dict[str, float], Meta(max_length=64)] | None = None
+    preferred_taints: Annotated[dict[str, Finite], Meta(max_length=64)] | None = None
 
 
 class NvExt(msgspec.Struct, omit_defaults=True):
@@ -129,12 +151,12 @@ class NvExt(msgspec.Struct, omit_defaults=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields that chat and text completions share.
+    """The fields that chat and text completions share; an empty ``model`` is the only one.
 
     Clients send the fields of the last group; they are accepted and have no effect.
     """
 
-    model: str
+    model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
@@ -147,8 +169,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     min_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    length_penalty: float | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
+    length_penalty: Finite | None = None
     use_beam_search: bool | None = None
     seed: Seed | None = None
     logit_bias: dict[str, Bias] | None = None
@@ -167,9 +189,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
+    structural_tag: str | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     nvext: NvExt | None = None
+
+    # vLLM's: `engine_options` of the engine's request, then those of prompt, routing and answer.
+    allowed_token_ids: TokenIds | None = None
+    bad_words_token_ids: Annotated[list[list[TokenId]], Meta(max_length=1024)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    watermarking: bool | None = None
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS_LIMIT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Seed | None = None
+    request_id: str | None = None
+    session_id: SessionId | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     user: str | None = None
     metadata: Any = None
@@ -179,6 +220,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     spaces_between_special_tokens: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    routed_experts_prompt_start: TokenCount | None = None
+    return_token_offsets: bool | None = None
+    mm_payload: str | None = None
+    return_mm_kwargs: bool | None = None
+
+    @property
+    def generated_choices(self) -> int:
+        """The choices to generate for each prompt: ``best_of``, or else ``n``."""
+        return self.best_of or self.n or 1
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
@@ -196,6 +247,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None
+    chat_template: TemplateText | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
 
     parallel_tool_calls: bool | None = None
     functions: Any = None
@@ -211,10 +268,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/completions.
 
     ``prompt`` is a text, a list of texts, a list of token ids, or a list of lists of token ids;
-    ``frontend.prompt.validation`` refuses mixtures.
+    ``frontend.prompt.validation`` refuses mixtures. ``max_tokens`` is 0 with ``echo`` alone.
     """
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: TokenCount | None = None
     logprobs: Annotated[int, _between("logprobs")] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -242,3 +300,15 @@ class StrictCompletionRequest(
     CompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """As its parent; an unknown field is an error."""
+
+
+class PassingChatCompletionRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
+    """As its parent, with the unknown fields of its body, for the engine."""
+
+    passed_fields: dict[str, Any] = {}
+
+
+class PassingCompletionRequest(CompletionRequest, kw_only=True, omit_defaults=True):
+    """As its parent, with the unknown fields of its body, for the engine."""
+
+    passed_fields: dict[str, Any] = {}

@@ -8,7 +8,6 @@ that of Cohere (v2) and Jina.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -110,7 +109,7 @@ class _PoolingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What all bodies have. ``truncate_prompt_tokens``: longer inputs are cut, -1 to the context;
     ``use_activation`` false returns the numbers before the model's last function."""
 
-    model: str
+    model: str = ""
     truncate_prompt_tokens: _TokenLimit | None = None
     truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
@@ -241,11 +240,8 @@ def _texts(field: str, value: Text | list[Text]) -> list[str]:
     return texts
 
 
-@cache
-def decoder_of(kind: type[msgspec.Struct], strict: bool) -> msgspec.json.Decoder[Any]:
-    """Return the decoder of a body; ``strict`` refuses unknown fields."""
-    if strict:
-        kind = msgspec.defstruct(
-            kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True
-        )
-    return msgspec.json.Decoder(kind)
+def strict_kind(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return ``kind`` as it is decoded where an unknown field is an error."""
+    return msgspec.defstruct(
+        kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True
+    )

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from dynamo.config import environ
+from dynamo.config.frontend import PASS
 from dynamo.config.programs import ATTACH, ENGINES, FRONTEND, PLANNER, EngineChoice, engines_for
 from dynamo.errors import ConfigError, name_problem
 from dynamo.llm.model_source import NamedModel
@@ -250,6 +251,8 @@ class NewGraph:
             frontend["api-key-file"] = self.api_key_file
         if self.ui is not None:
             frontend["ui"] = self.ui
+        if self.engine.name == "vllm" and not self._is_attached:
+            frontend["unknown-fields"] = PASS  # as vLLM's server, which ignores what it lacks
         worker = self._own_worker() if not self._is_attached else self._attached_worker()
         args: dict[str, Any] = {"workers": self.workers, "graceful_timeout": _DRAIN_S}
         if self.gpus and self._is_attached and self.engine_url is None:

@@ -196,7 +196,7 @@ class AsyncLLMEngine:
                 if images:
                     images = False
                     sink.on_images(len(output.prompt_token_ids), None)
-                sink.on_output(_step(output, params.logprobs))
+                sink.on_output(_step(output, params))
         except DynamoError as error:
             sink.on_rejected(error)
         except EngineDeadError:
@@ -209,11 +209,11 @@ class AsyncLLMEngine:
             self._running.pop(number, None)
 
 
-def _step(output: Any, logprobs: int | None) -> EngineStep:
-    done = output.outputs[0]
+def _step(output: Any, params: SamplingParams) -> EngineStep:
+    done, logprobs = output.outputs[0], params.logprobs
     return EngineStep(
         new_token_ids=list(done.token_ids),
-        new_logprobs=None if logprobs is None else _rows(done, logprobs),
+        new_logprobs=None if logprobs is None else _rows(done, logprobs, params.logprob_token_ids),
         finish_reason=done.finish_reason,
         stop_reason=done.stop_reason,
         kv_transfer_params=output.kv_transfer_params,
@@ -221,12 +221,18 @@ def _step(output: Any, logprobs: int | None) -> EngineStep:
     )
 
 
-def _rows(done: Any, alternatives: int) -> tuple[Any, Any]:
-    """Return arrays of ids and log probabilities, the sampled token first in each row."""
+def _rows(done: Any, alternatives: int, wanted: list[int] | None) -> tuple[Any, Any]:
+    """Return arrays of ids and log probabilities, the sampled token first in each row.
+
+    The others are the most likely ones, or those ``wanted``.
+    """
     ids, values = [], []
     for token_id, entries in zip(done.token_ids, done.logprobs or (), strict=False):
         # vLLM adds the sampled token to the alternatives: cut to as many as were requested.
-        top = sorted(entries.items(), key=lambda item: item[1].rank)[:alternatives]
+        if wanted:
+            top = [(token, entries[token]) for token in wanted]
+        else:
+            top = sorted(entries.items(), key=lambda item: item[1].rank)[:alternatives]
         ids.append([token_id, *(top_id for top_id, _ in top)])
         values.append([entries[token_id].logprob, *(entry.logprob for _, entry in top)])
     return np.array(ids), np.array(values)

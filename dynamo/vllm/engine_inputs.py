@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import inspect
 import io
 import itertools
 import logging
@@ -25,13 +26,30 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.media import ImageMediaIO
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
 
+# Those of vLLM 0.32, which are set here or belong to no client.
+_PARAMETERS = frozenset(
+    (
+        *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"),
+        *("watermarking", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+        *("bad_words", "thinking_token_budget", "include_stop_str_in_output", "ignore_eos"),
+        *("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids"),
+        *("prompt_logprob_start", "detokenize", "skip_special_tokens", "output_kind"),
+        *("spaces_between_special_tokens", "stream_interval", "structured_outputs", "logit_bias"),
+        *("allowed_token_ids", "extra_args", "skip_clone", "repetition_detection"),
+        *("logprob_token_ids", "routed_experts_prompt_start", "trace_decode_token_ids"),
+    )
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -106,6 +124,12 @@ async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> Tok
     if set(media) != {_KEY} or not isinstance(urls, list):
         raise InvalidArgument(f"multi_modal_data: expected `{_KEY}`, got {sorted(media)}")
     images, left = [], MAX_PIXELS
+    decoding = (extra.get("media_io_kwargs") or {}).get("image")
+    if decoding:
+        try:
+            loader = ImageMediaIO(**{"image_mode": loader.image_mode, **loader.kwargs, **decoding})
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Validation: media_io_kwargs.image: {error}") from None
     for number, entry in enumerate(urls):
         field = f"multi_modal_data.{_KEY}[{number}]"
         if isinstance(fields, list) and len(fields) == len(urls):
@@ -119,6 +143,8 @@ async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> Tok
     )
     if isinstance(hashes, list) and len(hashes) == len(urls):
         prompt["multi_modal_uuids"] = {"image": hashes}
+    if extra.get("mm_processor_kwargs"):
+        prompt["mm_processor_kwargs"] = extra["mm_processor_kwargs"]
     if request.routing is not None and request.routing.cache_namespace is not None:
         prompt["cache_salt"] = request.routing.cache_namespace
     return prompt
@@ -196,6 +222,7 @@ class ParamsBuilder:
             frozenset([eos] if isinstance(eos, int) else eos or ()),
             model.get_vocab_size(),
             prefill_only,
+            inspect.signature(SamplingParams.from_optional).parameters.keys() - _PARAMETERS,
         )
 
     def new_id(self) -> str:
@@ -212,12 +239,21 @@ class ParamsBuilder:
             raise InvalidArgument(PROMPT_LOGPROBS_WITH_ADAPTERS)
         arguments = self._mapping.arguments(request)
         grammar = arguments.get("structured_outputs")
+        repetition = arguments.get("repetition_detection")
+        bad_words = arguments.pop("bad_words_token_ids", None)
+        if bad_words and arguments.get("bad_words"):
+            raise InvalidArgument("bad_words and bad_words_token_ids exclude each other")
         try:
             if grammar is not None:
                 arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
-            return SamplingParams.from_optional(**arguments)
+            if repetition is not None:
+                arguments["repetition_detection"] = RepetitionDetectionParams(**repetition)
+            params = SamplingParams.from_optional(**arguments)
         except CLIENT_ERRORS as error:
             raise InvalidArgument(str(error)) from None
+        if bad_words:
+            params._bad_words_token_ids = bad_words  # vLLM makes them of texts alone
+        return params
 
     def new_lora(self, name: str, path: str) -> LoRARequest:
         """Return a request to load the adapter in ``path``; ids count from 1."""

@@ -7,22 +7,23 @@ server. Values are passed on unchecked: vLLM's errors name them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.engine import (
     GENERATED_TOKENS,
+    KV_TRANSFER,
     PreprocessedRequest,
     SamplingOptions,
     StopConditions,
 )
 
-KV_TRANSFER = "kv_transfer_params"
-"""Key of ``disaggregated_params`` and of vLLM's ``extra_args`` for a transfer of KV blocks."""
-
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
+_GRAMMAR_DETAILS = (
+    *("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"),
+)
 _GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 _REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -35,6 +36,9 @@ _REMOTE_DECODE = {
 
 
 _MANY_BIASES = 1024
+_MOST_BAD_WORDS = 128
+"""As vLLM's VLLM_MAX_NUM_BAD_WORDS."""
+_OPTIONS = ("allowed_token_ids", "logprob_token_ids", "repetition_detection", "watermarking")
 
 
 def is_costly(sampling: SamplingOptions) -> bool:
@@ -42,6 +46,7 @@ def is_costly(sampling: SamplingOptions) -> bool:
     return bool(
         sampling.guided_decoding
         or sampling.bad_words
+        or sampling.engine_options
         or (sampling.logit_bias and len(sampling.logit_bias) > _MANY_BIASES)
     )
 
@@ -50,7 +55,8 @@ class SamplingMapping:
     """``defaults`` are the values of the model's generation_config.json that vLLM applies.
 
     ``eos_ids`` end a text in vLLM already; ``vocab_size`` bounds the hidden stop ids, which come
-    from the model's files and must not make vLLM refuse a request.
+    from the model's files and must not make vLLM refuse a request. ``passable`` are parameters of
+    vLLM that are no fields here, which clients may set where unknown fields are passed on.
     """
 
     def __init__(
@@ -59,12 +65,14 @@ class SamplingMapping:
         eos_ids: frozenset[int],
         vocab_size: int,
         prefill_only: bool = False,
+        passable: Collection[str] = (),
     ) -> None:
         names = (*_DEFAULTS, *_PENALTIES)
         self._defaults = {name: defaults[name] for name in names if name in defaults}
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._prefill_only = prefill_only
+        self._passable = frozenset(passable)
 
     def arguments(self, request: PreprocessedRequest) -> dict[str, Any]:
         """Return the arguments; those at vLLM's default are left out. Raises InvalidArgument."""
@@ -84,10 +92,49 @@ class SamplingMapping:
             arguments["prompt_logprobs"] = output.prompt_logprobs
         if sampling.guided_decoding:
             arguments["structured_outputs"] = _grammar(sampling.guided_decoding)
+        if sampling.engine_options is not None:
+            self._add_options(arguments, sampling.engine_options)
         transfer = self._transfer(request)
         if transfer is not None:
-            arguments["extra_args"] = {KV_TRANSFER: transfer}
+            # That of this deployment replaces a client's.
+            arguments["extra_args"] = {**arguments.get("extra_args", {}), KV_TRANSFER: transfer}
         return arguments
+
+    def _add_options(self, arguments: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """Add the fields that vLLM alone has, and of those not known here what it takes."""
+        for name in _OPTIONS:
+            if name in options:
+                arguments[name] = options[name]
+        ids = options.get("logprob_token_ids")
+        if ids:
+            arguments["logprobs"] = len(ids)  # these take the place of the most likely ones
+        if "bad_words_token_ids" in options:
+            arguments["bad_words_token_ids"] = self._bad_words(options["bad_words_token_ids"])
+        extra = dict(options.get("vllm_xargs") or {})
+        for name in (KV_TRANSFER, "ec_transfer_params"):
+            if options.get(name):
+                extra[name] = options[name]
+        if extra:
+            arguments["extra_args"] = extra
+        for name, value in (options.get("passed_fields") or {}).items():
+            if name in self._passable:
+                arguments[name] = value
+
+    def _bad_words(self, sequences: list[list[int]]) -> list[list[int]]:
+        """Check what vLLM checks of ``bad_words``: it takes ids of its own tokenizer alone."""
+        if not all(sequences):
+            raise InvalidArgument("bad_words_token_ids: a sequence has no tokens; leave it out")
+        largest = max(map(max, sequences), default=0)
+        if largest >= self._vocab_size:
+            raise InvalidArgument(
+                f"bad_words_token_ids: token id {largest} is out of range, the vocabulary has "
+                f"{self._vocab_size} tokens"
+            )
+        if len(sequences) > _MOST_BAD_WORDS:
+            raise InvalidArgument(
+                f"bad_words_token_ids: at most {_MOST_BAD_WORDS} sequences, got {len(sequences)}"
+            )
+        return sequences
 
     def _add_stops(self, arguments: dict[str, Any], stop: StopConditions) -> None:
         # A prefill worker computes one token, too: vLLM refuses max_tokens of 0.
@@ -176,6 +223,5 @@ def _grammar(guided: Mapping[str, Any]) -> dict[str, Any]:
     A ``backend`` is ignored, as in vLLM's server: the engine has one.
     """
     grammar = {name: guided[name] for name in _GRAMMARS if guided.get(name) is not None}
-    if guided.get("whitespace_pattern") is not None:
-        grammar["whitespace_pattern"] = guided["whitespace_pattern"]
-    return grammar
+    details = {name: guided[name] for name in _GRAMMAR_DETAILS if guided.get(name) is not None}
+    return {**grammar, **details}

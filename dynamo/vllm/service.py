@@ -10,13 +10,18 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, token_item, usage
+from dynamo.protocols.engine import (
+    KV_TRANSFER,
+    EngineOutput,
+    PreprocessedRequest,
+    token_item,
+    usage,
+)
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine, EngineStep, OutputSink
-from dynamo.vllm.sampling import KV_TRANSFER
 
 _DECODE = codec.decoder(PreprocessedRequest).decode
 _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}

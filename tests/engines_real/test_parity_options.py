@@ -41,6 +41,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
     "special tokens": {"skip_special_tokens": False, "max_tokens": 60},
     "one token": {"max_tokens": 1},
+    "allowed tokens": {"allowed_token_ids": list(range(100, 160))},
+    "repetition": {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+    "the end of the prompt": {"truncate_prompt_tokens": 3},
+    "the begin of the prompt": {"truncate_prompt_tokens": 3, "truncation_side": "right"},
+    "what fits of the prompt": {"truncate_prompt_tokens": -1},
+    "numbers as texts": {"max_tokens": "8", "temperature": "0", "seed": 5.0, "top_k": "3"},
+    "large values": {"logit_bias": {"1234": 1000}, "repetition_penalty": 4.0},
     "several choices": {"n": 3, "temperature": 0.8, "seed": 5},
 }
 
@@ -154,6 +161,69 @@ def test_echo_with_logprobs(ours: EngineDeployment, vllm_bytes: EngineDeployment
     assert expected[0]["logprobs"][0][1] is None and expected[0]["logprobs"][1][1] < 0
     assert_equal(ask(ours, COMPLETIONS, body), expected)
     assert_equal(ask_streamed(ours, COMPLETIONS, body), expected)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_ids_and_reasons(path: str, ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    """Token ids of prompt and answer, and what ended it, where vLLM's server has them."""
+    make = chat if path == CHAT else completion
+    for fields in (
+        {},
+        {"n": 2, "seed": 3, "temperature": 1},
+        {"stop_token_ids": list(range(0, 2000, 2))},
+    ):
+        body = make(PROMPT, model="tiny", return_token_ids=True, request_id="mine-7", **fields)
+        mine, theirs = ours.post(path, body), vllm_tiny.post(path, body)
+        assert mine["id"] == theirs["id"]
+        assert mine.get("prompt_token_ids") == theirs.get("prompt_token_ids")
+        names = {"index", "token_ids", "stop_reason", "finish_reason", "prompt_token_ids"}
+        for choice, other in zip(mine["choices"], theirs["choices"], strict=True):
+            shown = {name: choice[name] for name in names & choice.keys()}
+            assert shown == {name: other[name] for name in names & other.keys()}, fields
+        assert _streamed_ids(ours, path, body) == _streamed_ids(vllm_tiny, path, body)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_log_probabilities_of_named_tokens(
+    path: str, ours: EngineDeployment, vllm_tiny: EngineDeployment
+) -> None:
+    ids = [5, 17, 1200]
+    fields = {"logprobs": True if path == CHAT else 1, "logprob_token_ids": ids, "max_tokens": 3}
+    body = {"model": "tiny", "return_tokens_as_token_ids": True, **fields}
+    body |= chat(PROMPT) if path == CHAT else completion(PROMPT)
+    rows = []
+    for server in (ours, vllm_tiny):
+        logprobs = server.post(path, body)["choices"][0]["logprobs"]
+        if path == CHAT:
+            tops = [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in logprobs["content"]
+            ]
+        else:
+            tops = logprobs["top_logprobs"]
+        # vLLM adds the chosen token.
+        rows.append([{number: top[f"token_id:{number}"] for number in ids} for top in tops])
+    assert_equal(*rows, path)
+
+
+def test_only_the_log_probabilities_of_a_prompt(
+    ours: EngineDeployment, vllm_bytes: EngineDeployment
+) -> None:
+    """As newer evaluation harnesses ask for them."""
+    body = completion(prompts(3)[2], model="bytes", max_tokens=0, echo=True, logprobs=1)
+    assert_equal(ask(ours, COMPLETIONS, body)[0], ask(vllm_bytes, COMPLETIONS, body)[0])
+
+
+def _streamed_ids(server: EngineDeployment, path: str, body: dict[str, Any]) -> list[list[int]]:
+    """The ids of prompt and answer in the chunks of each choice."""
+    events = server.stream(path, body)
+    ids: dict[int, list[int]] = {}
+    prompt = [events[0].get("prompt_token_ids")]
+    for event in events:
+        for choice in event["choices"]:
+            prompt.append(choice.get("prompt_token_ids"))
+            ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+    return [*filter(None, prompt), *ids.values()]
 
 
 def test_prompt_logprobs_beside_adapters_are_refused(ours: EngineDeployment) -> None:

@@ -213,14 +213,14 @@ FRONTEND = (
     ),
     Mutant(
         "more-minimum-tokens-than-fit",
-        "dynamo.frontend.prompt.preprocessor",
+        "dynamo.frontend.prompt.engine_options",
         "        least = min(least, max_tokens)  #",
         "        least = max(least, max_tokens)  #",
         ("unit/frontend/test_preprocessor.py::test_stop_conditions_and_eos",),
     ),
     Mutant(
         "echo-without-prompt-logprobs",
-        "dynamo.frontend.prompt.preprocessor",
+        "dynamo.frontend.prompt.engine_options",
         "return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs",
         "return request.prompt_logprobs",
         ("unit/frontend/test_generation.py::test_echo_shows_the_log_probabilities_of_the_prompt",),

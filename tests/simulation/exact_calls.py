@@ -79,8 +79,8 @@ def edges() -> Iterator[Call]:
     yield from both("top_p", 1, 1.01, "op_p")
     yield from both("presence_penalty", -2, -2.01, "resence")
     yield from both("frequency_penalty", 2, 2.01, "requency")
-    yield from both("repetition_penalty", 2, 2.01, "epetition")
-    yield from both("top_logprobs", 20, 21, "op_logprobs", logprobs=True)
+    yield from both("repetition_penalty", 2, 1_000_001, "epetition")
+    yield from both("top_logprobs", 128, 129, "op_logprobs", logprobs=True)
     yield from both("stop", ["x" * 512], ["x" * 513])
     yield from both("stop", [f"{at} never" for at in range(32)],
                     [f"{at} never" for at in range(33)], path=_COMPLETIONS)  # fmt: skip
@@ -88,7 +88,7 @@ def edges() -> Iterator[Call]:
                     min_tokens=3)  # fmt: skip
     yield from both("min_tokens", 3, 4, "in tokens")
     yield from both("max_tokens", 1, 0, "ax tokens")
-    yield from both("best_of", 1, 2, path=_COMPLETIONS)
+    yield from both("best_of", 1, 129, "est_of", path=_COMPLETIONS)
     yield from both("cache_salt", "s" * 4096, "s" * 4097)
     yield from both("guided_regex", "a" * 16_384, "a" * 16_385)
     yield from both("seed", -(2**63), 2**63)

@@ -115,7 +115,7 @@ def refusals() -> Iterator[Call]:
         ("op_p", chat, {"messages": user, "top_p": 1.01}),
         ("resence penalty", chat, {"messages": user, "presence_penalty": 2.01}),
         ("requency penalty", chat, {"messages": user, "frequency_penalty": -2.01}),
-        ("epetition penalty", chat, {"messages": user, "repetition_penalty": 2.01}),
+        ("epetition penalty", chat, {"messages": user, "repetition_penalty": 0}),
     )
     for word, path, body in wrong:
         needs = WORKER if word in _WITH_MODEL else FRONTEND

@@ -266,6 +266,10 @@ class Choice:
         """Count the tokens ``ids``, whose texts are in ``pending``."""
         self.tokens += len(ids)
 
+    def echo(self, text: str) -> None:
+        """Show ``text`` before what is generated."""
+        self.pending.append(text)
+
     def continued(self) -> None:
         """Another worker goes on, with the tokens so far in its prompt; its counts include them."""
         self.prompt_output = self.tokens
@@ -299,6 +303,25 @@ class Choice:
         """Show the beginning of a stop string that was held back."""
         if self._stops is not None and (text := self._stops.finish()):
             self.pending.append(text)
+
+
+class PromptOnlyChoice(Choice):
+    """A choice that shows its prompt alone: what the engine generates for it is dropped."""
+
+    __slots__ = ()
+
+    def push(self, output: EngineOutput) -> bool:
+        """Add one engine output without its tokens; as in :class:`Choice`."""
+        return super().push(
+            EngineOutput(
+                finish_reason=output.finish_reason,
+                completion_usage=output.completion_usage,
+                extra_args=output.extra_args,
+            )
+        )
+
+    def plain_texts(self) -> None:
+        """None: no token is shown."""
 
 
 def _single_tokens(output: EngineOutput) -> Iterator[EngineOutput]:

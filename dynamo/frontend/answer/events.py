@@ -12,14 +12,15 @@ from typing import Any
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
-from dynamo.frontend.answer.generation import ChatStream
-from dynamo.frontend.answer.logprobs import LogprobsCollector
+from dynamo.frontend.answer.completions import ChatStream
+from dynamo.frontend.answer.logprobs import LogprobsCollector, OutputRecord, collector_of
 from dynamo.frontend.answer.sse import ChoiceChunks, MessageChunks, json_bytes
 from dynamo.frontend.formats.formats import AnswerFormat
 from dynamo.frontend.formats.message import AnswerDelta
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
+from dynamo.protocols.openai import ChatCompletionRequest, GenerationRequest
 
 _PIECE = 1024
 
@@ -58,6 +59,10 @@ class ParsedChoice(Choice):
         self._parse()
         self._finish()
 
+    def echo(self, text: str) -> None:
+        """As in :class:`Choice`: it is content, however it looks."""
+        self.message.add_content(text)
+
     def _parse(self) -> None:
         push = self._parser.push
         for text in self.pending:
@@ -91,6 +96,14 @@ class ParsedChatStream(ChatStream):
     """
 
     _chunks = MessageChunks
+    _hides_reasoning = False
+
+    def _make_choices(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> list[Choice]:
+        if isinstance(request, ChatCompletionRequest):
+            self._hides_reasoning = request.include_reasoning is False
+        return super()._make_choices(request, prepared, tokenizer)
 
     def _make_choice(
         self,
@@ -112,11 +125,16 @@ class ParsedChatStream(ChatStream):
     def _part(self, index: int, text: str) -> dict[str, Any]:
         choice = self.choices[index]
         assert isinstance(choice, ParsedChoice)
-        return {"index": index, "message": choice.message.whole()}
+        message = choice.message.whole()
+        if self._hides_reasoning and message.pop(choice.message.reasoning_field, None):
+            _drop_tokens(choice)
+        return {"index": index, "message": message}
 
     def _chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
         assert isinstance(choice, ParsedChoice) and isinstance(writer, MessageChunks)
         message, reason = choice.message, choice.finish_reason
+        if self._hides_reasoning:
+            return self._without_reasoning(choice, writer)
         if reason is None and choice.logprobs is None and writer.started:
             content, reasoning = message.text_alone()
             if content is not None:
@@ -128,14 +146,41 @@ class ParsedChatStream(ChatStream):
                 return writer.arguments_chunk(*arguments)
         if writer.finished or not (message.pending or reason is not None):
             return b""
-        logprobs, nvext = self._extras(choice, writer)
-        # The log probabilities of an output are sent once, with its first chunk.
-        *earlier, last = message.deltas() or [{}]
+        return self._chunks_of(choice, writer, message.deltas())
+
+    def _chunks_of(
+        self, choice: Choice, writer: MessageChunks, deltas: list[dict[str, Any]]
+    ) -> bytes:
+        logprobs, members, body = self._extras(choice, writer)
+        # What belongs to an output is sent once, with its first chunk or with its last.
+        *earlier, last = deltas or [{}]
         chunks = b""
         for delta in earlier:
             chunks += writer.message_chunk(delta, logprobs)
             logprobs = None
-        return chunks + writer.message_chunk(last, logprobs, reason, nvext)
+        return chunks + writer.message_chunk(last, logprobs, choice.finish_reason, members, body)
+
+    def _without_reasoning(self, choice: ParsedChoice, writer: MessageChunks) -> bytes:
+        """The chunks of all but the reasoning, whose tokens are not shown either."""
+        message = choice.message
+        if writer.finished or not (message.pending or choice.finish_reason is not None):
+            return b""
+        deltas = message.deltas()
+        kept = [delta for delta in deltas if message.reasoning_field not in delta]
+        if len(kept) < len(deltas):
+            _drop_tokens(choice)
+            if not kept and choice.finish_reason is None:
+                return b""
+        return self._chunks_of(choice, writer, kept)
+
+
+def _drop_tokens(choice: Choice) -> None:
+    """Drop log probabilities and ids so far: they would show the reasoning."""
+    if choice.logprobs is not None:
+        choice.logprobs.drain()
+    record = collector_of(choice.logprobs, OutputRecord)
+    if record is not None:
+        record.take_ids()
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:

@@ -20,20 +20,17 @@ import orjson
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    EchoedPrompt,
     LogprobsCollector,
+    OutputRecord,
     PromptLogprobs,
     collect_image_tokens,
     collect_prompt_logprobs,
-    echoed_prompts,
+    collector_of,
+    record_outputs,
 )
 from dynamo.frontend.answer.sse import (
     DONE,
-    ChatChunks,
     ChoiceChunks,
-    CompletionChunks,
     annotation,
     error_event,
     json_bytes,
@@ -42,7 +39,7 @@ from dynamo.frontend.answer.sse import (
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
-from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from dynamo.protocols.openai import GenerationRequest
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -96,6 +93,10 @@ class GenerationStream(ABC):
         self._created = created
         self._model = request.model
         self._shows_prompt = request.prompt_logprobs is not None
+        self._shows_ids = request.return_token_ids is True
+        self._shows_transfer = request.kv_transfer_params is not None
+        # The choices to show of those generated for a prompt; 0 shows all.
+        self._best = (request.n or 1) if prepared.n > (request.n or 1) else 0
         self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
@@ -150,7 +151,8 @@ class GenerationStream(ABC):
         """The whole stream of a ``query_instance_id`` request: where it would go."""
         ids = self._prepared.prompts[0].token_ids.tolist()
         nvext = {"worker_id": {} if self.worker_id is None else self.worker_id, "token_ids": ids}
-        return self._start_writers()[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
+        body = b',"nvext":' + json_bytes(nvext)
+        return self._start_writers()[0].chunk("", finish_reason="stop", body=body) + DONE
 
     # --- unary
 
@@ -163,6 +165,7 @@ class GenerationStream(ABC):
             part = self._part(index, "".join(choice.pending))
             part["logprobs"] = None if choice.logprobs is None else choice.logprobs.drain()
             part["finish_reason"] = choice.finish_reason
+            part["stop_reason"] = choice.stop_reason
             parts.append(part)
         usage = self.final_usage = self.usage()
         body = {
@@ -173,8 +176,12 @@ class GenerationStream(ABC):
             "choices": parts,
             "usage": orjson.Fragment(usage.to_json()),
         }
+        if self._prepared.fingerprint:
+            body["system_fingerprint"] = self._prepared.fingerprint
         if self._shows_prompt:
             self._add_prompt_logprobs(body, parts)
+        if self._shows_ids or self._shows_transfer or self._best:
+            self._add_record(body, parts)
         if self._extra:
             nvext = self._nvext(self.choices[0], first=True, last=True)
             if nvext is not None:
@@ -226,6 +233,8 @@ class GenerationStream(ABC):
             collectors = collect_prompt_logprobs(prepared, tokenizer, collectors, alternatives)
         if prepared.images is not None:
             collectors = collect_image_tokens(prepared, collectors)
+        if self._shows_ids or self._shows_transfer or self._best:
+            collectors = record_outputs(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)
@@ -256,7 +265,33 @@ class GenerationStream(ABC):
     def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         """Add ``prompt_logprobs`` where vLLM's server has it: here to each choice."""
         for part, choice in zip(parts, self.choices, strict=True):
-            part["prompt_logprobs"] = _prompt_logprobs(choice)
+            part["prompt_logprobs"] = prompt_logprobs(choice)
+
+    def _add_record(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Add what only the outputs have: token ids, transfer parameters, the best choices."""
+        records = [collector_of(choice.logprobs, OutputRecord) for choice in self.choices]
+        rows = [(part, record) for part, record in zip(parts, records, strict=True) if record]
+        if self._shows_transfer and rows:
+            body["kv_transfer_params"] = rows[0][1].kv_transfer_params
+        if self._shows_ids:
+            for part, record in rows:
+                part["token_ids"] = record.take_ids()
+            self._add_prompt_ids(body, parts)
+        if self._best:
+            n, best = self._prepared.n, []
+            for start in range(0, len(rows), n):
+                # The sort is stable: of equals the first choice comes first.
+                ranked = sorted(rows[start : start + n], key=lambda row: -row[1].likelihood)
+                best += [part for part, _ in ranked[: self._best]]
+            body["choices"] = [{**part, "index": index} for index, part in enumerate(best)]
+
+    def _add_prompt_ids(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Add ``prompt_token_ids`` where vLLM's server has it: here to each choice."""
+        for index, part in enumerate(parts):
+            part["prompt_token_ids"] = self._prompt_ids(index)
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return self._prepared.prompts[index // self._prepared.n].token_ids.tolist()
 
     def _chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
         if choice.finish_reason is None and choice.logprobs is None and writer.started:
@@ -273,23 +308,43 @@ class GenerationStream(ABC):
         reason = choice.finish_reason
         if writer.finished or not (choice.pending or reason is not None):
             return b""
-        logprobs, nvext = self._extras(choice, writer)
+        logprobs, members, body = self._extras(choice, writer)
         text = "".join(choice.pending)
         choice.pending.clear()
-        return writer.chunk(text, logprobs, reason, nvext)
+        return writer.chunk(text, logprobs, reason, members, body)
 
     def _extras(
         self, choice: Choice, writer: ChoiceChunks
-    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """``logprobs`` and ``nvext`` of the next chunk; note whether that is the last one."""
+    ) -> tuple[dict[str, Any] | None, bytes, bytes]:
+        """``logprobs``, further members of the choice, and of the body, of the next chunk; note
+        whether that is the last one."""
         logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
-        nvext = None
+        members = body = b""
         first, finished = not writer.started, choice.finish_reason is not None
         writer.finished = finished
+        if finished:
+            members = b',"stop_reason":' + json_bytes(choice.stop_reason)
+            if self._prepared.fingerprint:
+                body = b',"system_fingerprint":' + json_bytes(self._prepared.fingerprint)
+        if self._shows_ids:
+            record = collector_of(choice.logprobs, OutputRecord)
+            members += b',"token_ids":' + json_bytes(record.take_ids() if record else [])
+        if first:
+            more_members, more_body = self._opening_members(choice)
+            members, body = members + more_members, body + more_body
         if self._extra and (first or finished):
             last = all(chunks.finished for chunks in self._writers)
             nvext = self._nvext(choice, first=first, last=last)
-        return logprobs, nvext
+            if nvext is not None:
+                body += b',"nvext":' + json_bytes(nvext)
+        return logprobs, members, body
+
+    def _opening_members(self, choice: Choice) -> tuple[bytes, bytes]:
+        """Members of the choice, and of the body, of its first chunk."""
+        if not self._shows_ids:
+            return b"", b""
+        ids = self._prompt_ids(self.choices.index(choice))
+        return b',"prompt_token_ids":' + json_bytes(ids), b""
 
     def _start_writers(self) -> list[ChoiceChunks]:
         head = self._stream_head()
@@ -309,68 +364,6 @@ class GenerationStream(ABC):
         if choice.stop_reason is not None and "stop_reason" in self._extra:
             members["stop_reason"] = choice.stop_reason
         return members or None
-
-
-class ChatStream(GenerationStream):
-    """The answer to POST /v1/chat/completions."""
-
-    _body_object = "chat.completion"
-    _chunks = ChatChunks
-
-    def _collectors(
-        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
-    ) -> Sequence[LogprobsCollector]:
-        if not isinstance(request, ChatCompletionRequest) or not request.logprobs:
-            return ()
-        return [ChatLogprobs(tokenizer, request.top_logprobs or 0) for _ in prepared.requests]
-
-    def _part(self, index: int, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message}
-
-    def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-        body["prompt_logprobs"] = _prompt_logprobs(self.choices[0])
-
-
-class CompletionStream(GenerationStream):
-    """The answer to POST /v1/completions. With ``echo`` each choice begins with its prompt."""
-
-    _body_object = "text_completion"
-    _chunks = CompletionChunks
-    _echoed: Sequence[EchoedPrompt] = ()
-
-    def _make_choices(
-        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
-    ) -> list[Choice]:
-        if isinstance(request, CompletionRequest) and request.echo:
-            # First, because the collectors of the choices take them.
-            self._echoed = echoed_prompts(request, prepared, tokenizer)
-        choices = super()._make_choices(request, prepared, tokenizer)
-        for index, choice in enumerate(choices if self._echoed else ()):
-            choice.pending.append(self._echoed[index // prepared.n].text)
-        self._echoed = ()  # the choices have them
-        return choices
-
-    def _collectors(
-        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
-    ) -> Sequence[LogprobsCollector]:
-        if not isinstance(request, CompletionRequest) or request.logprobs is None:
-            return ()
-        echoed = self._echoed or [EchoedPrompt("", [])] * len(prepared.prompts)
-        skip_special = request.skip_special_tokens is not False
-        return [
-            CompletionLogprobs(tokenizer, request.logprobs, skip_special, rows, len(text))
-            for text, rows in echoed
-            for _ in range(prepared.n)
-        ]
-
-    def _part(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text}
-
-
-def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
-    collector = choice.logprobs
-    return collector.shown() if isinstance(collector, PromptLogprobs) else None
 
 
 class AnswerChoice(Protocol):
@@ -414,3 +407,9 @@ class Answer(Protocol):
 
     def usage(self) -> Usage:
         """The tokens so far."""
+
+
+def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+    """What the client reads of the prompt's log probabilities; None without them."""
+    collector = collector_of(choice.logprobs, PromptLogprobs)
+    return None if collector is None else collector.shown()

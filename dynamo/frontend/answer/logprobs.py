@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -15,7 +16,7 @@ from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.detokenizer import make_detokenizer
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.codec import Tokens, tokens
-from dynamo.protocols.engine import EngineOutput
+from dynamo.protocols.engine import KV_TRANSFER, EngineOutput
 from dynamo.protocols.openai import (
     MAX_ECHOED_CHARACTERS,
     MAX_ECHOED_TOKENS,
@@ -41,8 +42,64 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 _Rows = list[list[PromptLogprob] | None]
 
 
-class PromptLogprobs:
-    """A collector for one choice: the prompt's log probabilities beside those of ``inner``.
+class WrappingCollector(ABC):
+    """A collector for one choice that adds to ``inner``, the one of log probabilities if any."""
+
+    def __init__(self, inner: LogprobsCollector | None) -> None:
+        self.inner = inner
+
+    @abstractmethod
+    def add(self, output: EngineOutput, count: int) -> None:
+        """Add the first ``count`` tokens of ``output``."""
+
+    def drain(self) -> dict[str, Any] | None:
+        """Return the entries of ``inner`` since the last call."""
+        return None if self.inner is None else self.inner.drain()
+
+
+Kind = TypeVar("Kind", bound=WrappingCollector)
+
+
+def collector_of(collector: LogprobsCollector | None, kind: type[Kind]) -> Kind | None:
+    """The collector of ``kind`` among those that ``collector`` wraps, itself included."""
+    while isinstance(collector, WrappingCollector):
+        if isinstance(collector, kind):
+            return collector
+        collector = collector.inner
+    return None
+
+
+class OutputRecord(WrappingCollector):
+    """Keeps what few requests show of outputs: token ids, transfer parameters, likelihood."""
+
+    def __init__(self, inner: LogprobsCollector | None) -> None:
+        super().__init__(inner)
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self.kv_transfer_params: Any = None
+
+    def add(self, output: EngineOutput, count: int) -> None:
+        """Add ``output``."""
+        self._ids += output.token_ids[:count]
+        self._logprobs += (output.log_probs or ())[:count]
+        if output.disaggregated_params is not None:
+            self.kv_transfer_params = output.disaggregated_params.get(KV_TRANSFER)
+        if self.inner is not None:
+            self.inner.add(output, count)
+
+    def take_ids(self) -> list[int]:
+        """Return the ids since the last call."""
+        ids, self._ids = self._ids, []
+        return ids
+
+    @property
+    def likelihood(self) -> float:
+        """The mean log probability of the tokens."""
+        return sum(self._logprobs) / len(self._logprobs) if self._logprobs else -math.inf
+
+
+class PromptLogprobs(WrappingCollector):
+    """The prompt's log probabilities beside those of ``inner``.
 
     An engine sends them once, with the first output, in ``extra_args["prompt_logprobs"]``: for each
     token of the prompt None (the first has no probability), or the token itself and then the most
@@ -50,8 +107,8 @@ class PromptLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, inner: LogprobsCollector | None) -> None:
+        super().__init__(inner)
         self._tokenizer = tokenizer
-        self._inner = inner
         self._rows: _Rows | None = None
 
     def add(self, output: EngineOutput, count: int) -> None:
@@ -60,14 +117,10 @@ class PromptLogprobs:
             entries = output.extra_args.get(_KEY)
             if entries is not None:
                 rows = self._rows = _rows(entries)
-                if isinstance(self._inner, CompletionLogprobs):
-                    self._inner.set_echoed(rows)
-        if self._inner is not None:
-            self._inner.add(output, count)
-
-    def drain(self) -> dict[str, Any] | None:
-        """Return the entries of ``inner`` since the last call."""
-        return None if self._inner is None else self._inner.drain()
+                if isinstance(self.inner, CompletionLogprobs):
+                    self.inner.set_echoed(rows)
+        if self.inner is not None:
+            self.inner.add(output, count)
 
     def shown(self) -> list[dict[str, Any] | None] | None:
         """What the client reads: for each token None or ``{"id": {logprob, rank, decoded_token}}``,
@@ -249,28 +302,24 @@ def _name(tokenizer: Tokenizer, alternative: Mapping[str, Any]) -> str:
     return tokenizer.token_parts(token_id)[0] if token_id is not None else ""
 
 
-class ImageTokens:
-    """A collector for one choice: keeps the tokens of images, and passes outputs to ``inner``.
+class ImageTokens(WrappingCollector):
+    """Keeps the tokens of images, and passes outputs to ``inner``.
 
     Later requests with the same image, most often the next turn of the conversation, are then
     routed by the prompt as the engine caches it.
     """
 
     def __init__(self, prepared: Prepared, inner: LogprobsCollector | None) -> None:
+        super().__init__(inner)
         self._prepared = prepared
-        self._inner = inner
 
     def add(self, output: EngineOutput, count: int) -> None:
         """Add ``output``."""
         id_lists = None if output.extra_args is None else output.extra_args.get(_ECHO_KEY)
         if id_lists is not None:
             self._learn(id_lists)
-        if self._inner is not None:
-            self._inner.add(output, count)
-
-    def drain(self) -> dict[str, Any] | None:
-        """Return the entries of ``inner`` since the last call."""
-        return None if self._inner is None else self._inner.drain()
+        if self.inner is not None:
+            self.inner.add(output, count)
 
     def _learn(self, id_lists: Any) -> None:
         images = self._prepared.images
@@ -292,6 +341,14 @@ def collect_image_tokens(
     """Wrap ``collectors``, one for each choice or none, for a prompt with images."""
     inners: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
     return [ImageTokens(prepared, inner) for inner in inners]
+
+
+def record_outputs(
+    prepared: Prepared, collectors: Sequence[LogprobsCollector]
+) -> Sequence[LogprobsCollector]:
+    """Wrap ``collectors``, one for each choice or none, to record the outputs."""
+    inners: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
+    return list(map(OutputRecord, inners))
 
 
 def _ids(ids: Any) -> Tokens:
@@ -349,8 +406,8 @@ def _echo_rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[Comp
     rows, offset = [], 0
     detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
     for token_id in ids:
-        token = tokenizer.token_text(token_id)
-        rows.append(CompletionToken(token, None, None, offset))
-        if token_id not in tokenizer.special_ids or text.startswith(token, offset):
+        rows.append(CompletionToken(tokenizer.token_text(token_id), None, None, offset))
+        own_text = tokenizer.token_bytes(token_id).decode(errors="replace")
+        if token_id not in tokenizer.special_ids or text.startswith(own_text, offset):
             offset += len(detokenizer.push((token_id,)))
     return rows

@@ -66,9 +66,13 @@ class ChoiceChunks:
         text: str,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
-        nvext: dict[str, Any] | None = None,
+        members: bytes = b"",
+        body: bytes = b"",
     ) -> bytes:
-        """Any chunk; the first of a choice names the role."""
+        """Any chunk; the first of a choice names the role.
+
+        ``members`` are more of the choice, ``body`` of the chunk, each with a comma before it.
+        """
         if not self.started:
             self.started = True
             opening = self._first_open + json_bytes(text) + self._text_close
@@ -76,14 +80,15 @@ class ChoiceChunks:
             opening = self._text_open + json_bytes(text) + self._text_close
         else:
             opening = self._empty_delta
-        return self._assemble(opening, logprobs, finish_reason, nvext)
+        return self._assemble(opening, logprobs, finish_reason, members, body)
 
     def _assemble(
         self,
         opening: bytes,
         logprobs: dict[str, Any] | None,
         finish_reason: str | None,
-        nvext: dict[str, Any] | None,
+        members: bytes,
+        body: bytes,
     ) -> bytes:
         return b"".join(
             (
@@ -93,9 +98,10 @@ class ChoiceChunks:
                 _NULL if logprobs is None else json_bytes(logprobs),
                 b',"finish_reason":',
                 _NULL if finish_reason is None else json_bytes(finish_reason),
+                members,
                 b"}]",
                 self._usage,
-                b"" if nvext is None else b',"nvext":' + json_bytes(nvext),
+                body,
                 b"}\n\n",
             )
         )
@@ -138,15 +144,16 @@ class MessageChunks(ChatChunks):
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
-        nvext: dict[str, Any] | None = None,
+        members: bytes = b"",
+        body: bytes = b"",
     ) -> bytes:
-        """Any chunk; the first of a choice names the role."""
+        """As :meth:`chunk`, for any ``delta``."""
         if not self.started:
             self.started = True
             # As in OpenAI's first chunk, content is null beside other members, and else a text.
             delta = {"role": "assistant", "content": None if delta else "", **delta}
         opening = b'"delta":' + json_bytes(delta)
-        return self._assemble(opening, logprobs, finish_reason, nvext)
+        return self._assemble(opening, logprobs, finish_reason, members, body)
 
 
 class CompletionChunks(ChoiceChunks):

@@ -14,7 +14,12 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.sse import json_bytes
-from dynamo.frontend.apis.chat.generation import GenerationApi, adapt, is_chat
+from dynamo.frontend.apis.chat.generation import (
+    GenerationApi,
+    adapt,
+    is_chat,
+    requested_model,
+)
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
@@ -25,7 +30,12 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes, in_task
 from dynamo.protocols.engine import TokenId
-from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from dynamo.protocols.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TemplateText,
+)
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
@@ -56,13 +66,13 @@ class PromptCountRoutes:
         self, api: GenerationApi, body: Callable[[int], dict[str, Any]], exchange: Exchange
     ) -> None:
         registry, threads = self._registry, self._registry.off_loop
-        lenient = registry.settings.ignore_unsupported_fields
+        unknown = registry.settings.unknown_field_policy
         model = "unknown"
         try:
             registry.check(exchange)
             with threads.hold(len(exchange.body)):
-                parsed = await threads.run(api.parse, exchange.body, ignore_unsupported=lenient)
-                model = parsed.model
+                parsed = await threads.run(api.parse, exchange.body, unknown=unknown)
+                model = requested_model(self._models, parsed, api.model_type)
                 loaded = await self._models.find_loaded(model, api.model_type)
                 if api.complete is not None:
                     api.complete(parsed, exchange)
@@ -98,7 +108,7 @@ class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template: str | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     media_io_kwargs: None = None
@@ -146,11 +156,6 @@ def parse_tokenize(body: bytes) -> TokenizeBody:
         parsed = _chat(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
-    if parsed.chat_template is not None:
-        raise InvalidArgument(
-            "Validation: 'chat_template' of a request is not run; leave it out for the model's own "
-            "template, which takes 'chat_template_kwargs'"
-        )
     request = _request(parsed)
     assert isinstance(request, ChatCompletionRequest)
     check_chat(request)
@@ -220,6 +225,7 @@ def _request(parsed: TokenizeBody) -> ChatCompletionRequest | CompletionRequest:
         add_special_tokens=parsed.add_special_tokens,
         add_generation_prompt=parsed.add_generation_prompt,
         continue_final_message=parsed.continue_final_message,
+        chat_template=parsed.chat_template,
         chat_template_kwargs=parsed.chat_template_kwargs,
     )
 

@@ -94,6 +94,7 @@ def load_preprocessor(
         card,
         excludes_unused_tools=frontend.exclude_tools_when_tool_choice_none,
         reasoning_field=frontend.reasoning_field_name,
+        trusts_templates=frontend.trust_request_chat_template,
     )
     if not is_relayed(card):
         return load(metrics=metrics)

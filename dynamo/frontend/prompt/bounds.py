@@ -1,17 +1,12 @@
 """Bounds of request bodies, and errors of their decoding in the words of the API.
 
 Each bound is checked before the work that it bounds; docs/limits.md has them all.
-
-The body is decoded a second time, without types, because the decoder's own message gives neither
-the value nor all unknown fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-
-import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.openai import MAX_TOKENS_LIMIT, RANGES
@@ -42,21 +37,16 @@ _NAMED = 8
 """At most so many unknown fields are named."""
 
 
-def explain_decode_error(
-    body: bytes, error: Exception, kind: type[msgspec.Struct], ignore_unsupported: bool
-) -> InvalidArgument:
-    """The error for the client: what is wrong with ``body``, which is no ``kind``. O(bytes)."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
-        return InvalidArgument(f"{DESERIALIZE}{syntax}")
-    if not isinstance(raw, dict):
-        return InvalidArgument(f"{DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
-    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
-    if unknown and not ignore_unsupported:
-        names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        return InvalidArgument(f"Unsupported parameter(s): {names}{more}")
+def unsupported(names: Iterable[str]) -> InvalidArgument:
+    """The error for fields that no API here has."""
+    unknown = sorted(names)
+    listed = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
+    more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+    return InvalidArgument(f"Unsupported parameter(s): {listed}{more}")
+
+
+def invalid_value(raw: dict[str, Any], error: Exception) -> InvalidArgument:
+    """The error for a body whose members ``raw`` are of a wrong type or out of range."""
     return InvalidArgument(_out_of_range(raw) or DESERIALIZE + decoder_text(error))
 
 

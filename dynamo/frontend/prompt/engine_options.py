@@ -1,7 +1,4 @@
-"""Options that few requests have, in the form of engines and routers.
-
-``preprocessor`` translates the common ones.
-"""
+"""The fields of a request in the form of engines and routers."""
 
 from __future__ import annotations
 
@@ -12,8 +9,21 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import MAX_ENGINE_BYTES
 from dynamo.protocols.codec import encode
-from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.protocols.openai import GenerationRequest, NvExt
+from dynamo.protocols.engine import (
+    PreprocessedRequest,
+    Routing,
+    SamplingOptions,
+    StopConditions,
+)
+from dynamo.protocols.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    NvExt,
+    PassingChatCompletionRequest,
+    PassingCompletionRequest,
+    StructuredOutputs,
+)
 
 _LARGEST = 2**64 - 1
 QUERY_ANNOTATION = "query_instance_id"
@@ -21,6 +31,11 @@ QUERY_ANNOTATION = "query_instance_id"
 _ANNOTATIONS = frozenset(
     ("formatted_prompt", "llm_metrics", QUERY_ANNOTATION, "request_id", "token_ids")
 )
+_ENGINE_OPTIONS = (
+    *("allowed_token_ids", "bad_words_token_ids", "logprob_token_ids", "watermarking"),
+    *("vllm_xargs", "kv_transfer_params", "ec_transfer_params"),
+)
+_NO_OUTPUTS = StructuredOutputs()
 _NUMBERS = (
     "backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"
 )  # fmt: skip
@@ -62,11 +77,19 @@ def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
         raise InvalidArgument(
             "Validation: only one guided decoding constraint, got response_format, guided_json"
         )
+    if form is not None and form.get("type") == "structural_tag":
+        if request.structural_tag is not None:
+            raise InvalidArgument(
+                "Validation: only one guided decoding constraint, got response_format, "
+                "structural_tag"
+            )
+        request.structural_tag = msgspec.json.encode(form).decode()
     constraints = {
         "json": request.guided_json if schema is None else schema,
         "regex": request.guided_regex,
         "choice": request.guided_choice,
         "grammar": request.guided_grammar,
+        "structural_tag": request.structural_tag,
     }
     constraints = {name: value for name, value in constraints.items() if value is not None}
     if not constraints:
@@ -74,11 +97,27 @@ def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
     if len(constraints) > 1:
         names = ", ".join(constraints)
         raise InvalidArgument(f"Validation: only one guided decoding constraint, got {names}")
-    if request.guided_decoding_backend is not None:
-        constraints["backend"] = request.guided_decoding_backend
-    if request.guided_whitespace_pattern is not None:
-        constraints["whitespace_pattern"] = request.guided_whitespace_pattern
+    outputs = request.structured_outputs or _NO_OUTPUTS
+    details = {
+        "backend": request.guided_decoding_backend,
+        "whitespace_pattern": request.guided_whitespace_pattern,
+        "disable_any_whitespace": outputs.disable_any_whitespace or None,
+        "disable_additional_properties": outputs.disable_additional_properties or None,
+    }
+    constraints.update({name: value for name, value in details.items() if value is not None})
     return constraints
+
+
+def engine_options(request: GenerationRequest) -> dict[str, Any] | None:
+    """The fields that the engine gets as the client sent them, by vLLM's names; None without."""
+    options = {
+        name: value for name in _ENGINE_OPTIONS if (value := getattr(request, name)) is not None
+    }
+    if request.repetition_detection is not None:
+        options["repetition_detection"] = msgspec.to_builtins(request.repetition_detection)
+    if isinstance(request, PassingChatCompletionRequest | PassingCompletionRequest):
+        options["passed_fields"] = request.passed_fields
+    return options or None
 
 
 def routing_of(nvext: NvExt | None, lora_name: str | None, salt: str | None) -> Routing | None:
@@ -108,6 +147,93 @@ def routing_of(nvext: NvExt | None, lora_name: str | None, salt: str | None) -> 
     )
 
 
+def prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Those asked for; an echoed prompt of a completion has as many as the answer."""
+    echoed = logprobs is not None and isinstance(request, CompletionRequest) and request.echo
+    return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs
+
+
+def stop_conditions(
+    request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
+) -> StopConditions:
+    """When to end. ``eos_ids`` are hidden stop ids unless the request ignores them."""
+    stop, least = request.stop, request.min_tokens
+    if least is not None and max_tokens is not None:
+        least = min(least, max_tokens)  # engines refuse more tokens than fit
+    ignore_eos = request.ignore_eos is True
+    return StopConditions(
+        max_tokens=max_tokens,
+        min_tokens=least,
+        stop=[stop] if isinstance(stop, str) else stop or None,
+        stop_token_ids=request.stop_token_ids or None,
+        stop_token_ids_hidden=None if ignore_eos else eos_ids,
+        ignore_eos=ignore_eos,
+        max_thinking_tokens=_thinking_budget(request),
+    )
+
+
+def sampling_options(request: GenerationRequest) -> SamplingOptions:
+    """How to sample. ``n`` is 1 for the engine, which gets a request for each choice, and there is
+    no ``best_of``, by which the answer chooses."""
+    greedy = request.nvext is not None and request.nvext.greed_sampling
+    constrained = (
+        request.response_format is not None
+        or request.guided_json is not None
+        or request.guided_regex is not None
+        or request.guided_choice is not None
+        or request.guided_grammar is not None
+        or request.structural_tag is not None
+    )
+    return SamplingOptions(
+        n=1,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        temperature=0.0 if greedy else request.temperature,
+        top_p=None if greedy else request.top_p,
+        top_k=None if greedy else request.top_k,
+        min_p=None if greedy else request.min_p,
+        use_beam_search=request.use_beam_search,
+        length_penalty=request.length_penalty,
+        seed=request.seed,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        logit_bias=request.logit_bias,
+        guided_decoding=guided_decoding(request) if constrained else None,
+        bad_words=request.bad_words,
+        engine_options=engine_options(request),
+    )
+
+
+def image_options(request: ChatCompletionRequest) -> dict[str, Any]:
+    """The options of vLLM's processor and decoder of images; most requests have none."""
+    if request.mm_processor_kwargs is None and request.media_io_kwargs is None:
+        return {}
+    options = {
+        "mm_processor_kwargs": request.mm_processor_kwargs,
+        "media_io_kwargs": request.media_io_kwargs,
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+def request_routing(request: GenerationRequest, lora_name: str | None) -> Routing | None:
+    """As :func:`routing_of`, with vLLM's fields of the request: a low ``priority`` goes first."""
+    routing = routing_of(request.nvext, lora_name, request.cache_salt)
+    if request.priority is None and request.session_id is None:
+        return routing
+    routing = routing or Routing()
+    if request.priority and routing.priority is None:
+        routing.priority = min(max(-request.priority, -(2**31)), 2**31 - 1)
+    routing.session_id = request.session_id
+    return routing
+
+
+def _thinking_budget(request: GenerationRequest) -> int | None:
+    nvext, budget = request.nvext, request.thinking_token_budget
+    if nvext is not None and nvext.max_thinking_tokens is not None:
+        return nvext.max_thinking_tokens
+    return None if budget == -1 else budget  # vLLM's -1: no limit
+
+
 def _check_numbers(nvext: NvExt) -> None:
     """Check that ids and ranks fit into 64 bits, which the decoder cannot."""
     numbers = [(name, getattr(nvext, name)) for name in _NUMBERS]
@@ -119,7 +245,7 @@ def _check_numbers(nvext: NvExt) -> None:
 
 def _response_schema(form: dict[str, Any]) -> Any:
     kind = form.get("type")
-    if kind == "text":
+    if kind in ("text", "structural_tag"):
         return None
     if kind == "json_object":
         return {"type": "object"}
@@ -127,8 +253,8 @@ def _response_schema(form: dict[str, Any]) -> Any:
     if kind == "json_schema" and isinstance(described, dict) and "schema" in described:
         return described["schema"]
     raise InvalidArgument(
-        "Validation: 'response_format' must be of type text, json_object, or json_schema with a "
-        f"`json_schema.schema`, got type `{shorten(kind)}`"
+        "Validation: 'response_format' must be of type text, json_object, structural_tag, or "
+        f"json_schema with a `json_schema.schema`, got type `{shorten(kind)}`"
     )
 
 

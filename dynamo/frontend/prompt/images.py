@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import re
 import socket
 import ssl
@@ -222,7 +223,7 @@ class PromptImages(NamedTuple):
 
     ``messages`` are the client's with :data:`IMAGE` in place of each image. ``fields`` are the
     places of the images in the request, ``hashes`` have 64 hex digits. ``expansions`` are those of
-    the model.
+    the model, ``options`` those of vLLM's processor and decoder.
     """
 
     messages: list[Message]
@@ -230,6 +231,7 @@ class PromptImages(NamedTuple):
     fields: list[str]
     hashes: list[str]
     expansions: ImageExpansions
+    options: Mapping[str, Any]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class PromptImages(NamedTuple):
     @property
     def extra_args(self) -> dict[str, Any]:
         """The request's ``extra_args``."""
-        return {"mm_hashes": self.hashes, "mm_fields": self.fields}
+        return {"mm_hashes": self.hashes, "mm_fields": self.fields, **self.options}
 
     def count_tokens(self) -> int | None:
         """Return how many tokens stand for the images; None if an engine has not reported them."""
@@ -274,10 +276,13 @@ class ImageReader:
             return None
         return cls(limit, directory.image_token_id)
 
-    def read(self, messages: Sequence[Message]) -> PromptImages | None:
+    def read(
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None = None
+    ) -> PromptImages | None:
         """Return the images of ``messages``; None without any. Raises InvalidArgument.
 
-        O(messages, and bytes of images).
+        With other ``options`` of the processor an image is another one. O(messages, and bytes of
+        images).
         """
         images: PromptImages | None = None
         for position, message in enumerate(messages):
@@ -287,7 +292,9 @@ class ImageReader:
             for number, part in enumerate(content):
                 if part["type"] == "image_url":
                     field = f"messages[{position}].content[{number}].image_url"
-                    images = images or PromptImages(list(messages), [], [], [], self.expansions)
+                    images = images or PromptImages(
+                        list(messages), [], [], [], self.expansions, options or {}
+                    )
                     images.urls.append(_url(field, part))
                     images.fields.append(field)
             if images is not None:
@@ -295,7 +302,8 @@ class ImageReader:
                 images.messages[position] = {**message, "content": parts}
         if images is not None:
             self._check(images)
-            images.hashes.extend(map(_hash, images.urls))
+            suffix = json.dumps(options, sort_keys=True) if options else ""
+            images.hashes.extend(_hash(url + suffix) for url in images.urls)
         return images
 
     def routing(self, routing: Routing | None, images: PromptImages, ids: Tokens) -> Routing:

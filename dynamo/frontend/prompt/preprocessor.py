@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from dynamo import __version__
 from dynamo._fast.histogram import Histogram
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.forced_calls import is_forced
@@ -19,15 +21,26 @@ from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
-    guided_decoding,
+    image_options,
     known_annotations,
-    routing_of,
+    prompt_logprobs,
+    request_routing,
+    sampling_options,
+    stop_conditions,
 )
 from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
+from dynamo.frontend.prompt.template import (
+    ChatTemplate,
+    TemplateTimeout,
+    load_template,
+    request_template,
+    template_variables,
+)
 from dynamo.frontend.prompt.tool_choice import forced_schema
+from dynamo.frontend.prompt.truncation import cut_ids, prompt_cut
+from dynamo.frontend.text.token_frames import Cut
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens, tokens
@@ -35,10 +48,11 @@ from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import (
     OutputOptions,
     PreprocessedRequest,
-    SamplingOptions,
-    StopConditions,
 )
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+_TEMPLATES = 8
+"""Templates of requests that stay compiled."""
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -53,7 +67,8 @@ class Prepared(msgspec.Struct, frozen=True):
 
     ``prompt_tokens`` counts each prompt once. ``rendered_s`` is the time in the chat template, None
     without one; ``tokenized_s`` those of the prompts that were text. ``answer`` is how to read the
-    answer, None if it is content alone. ``images`` are those of a chat that has some.
+    answer, None if it is content alone. ``images`` are those of a chat that has some,
+    ``fingerprint`` is that of the model and its software.
     """
 
     requests: list[PreprocessedRequest]
@@ -64,6 +79,7 @@ class Prepared(msgspec.Struct, frozen=True):
     tokenized_s: Sequence[float] = ()
     answer: AnswerFormat | None = None
     images: PromptImages | None = None
+    fingerprint: str = ""
 
 
 class PromptMetrics(NamedTuple):
@@ -83,6 +99,7 @@ class Preprocessor:
     through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, if
     any, observe the seconds that each prompt took. ``excludes_unused_tools``: prompts of chats with
     ``tool_choice`` none have no tools. Chat answers have reasoning in ``reasoning_field``.
+    ``trusts_templates``: chats may bring a template of their own, which is compiled in a thread.
     """
 
     def __init__(
@@ -95,16 +112,22 @@ class Preprocessor:
         metrics: PromptMetrics | None = None,
         excludes_unused_tools: bool = True,
         reasoning_field: str = "reasoning_content",
+        trusts_templates: bool = False,
     ) -> None:
         directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self._checksum = card.checksum or None
+        self.fingerprint = f"dynamo-{__version__}-{card.checksum[:8]}".rstrip("-")
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.formats = ModelFormats.of(card, self.tokenizer, reasoning_field)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self._metrics = metrics
         self._excludes_unused_tools = excludes_unused_tools
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
+        self._compile: Callable[[str], ChatTemplate] | None = None
+        if trusts_templates:
+            specials = directory.special_tokens
+            self._compile = lru_cache(_TEMPLATES)(lambda text: request_template(text, specials))
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
         )
@@ -131,9 +154,7 @@ class Preprocessor:
 
         Raises InvalidArgument for messages that the template refuses, or too long ones.
         """
-        text = self._render(request)
-        self._check_size(text)
-        return self.tokenizer.encode(text, request.add_special_tokens is True)
+        return self._ids(request, self._render(request))
 
     def chat_tokens(self, request: ChatCompletionRequest) -> Tokens:
         """The ids of the prompt, however long; an image is what the template writes for it.
@@ -180,7 +201,9 @@ class Preprocessor:
     def _chat(self, request: ChatCompletionRequest) -> Prepared:
         max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        images = None if self.images is None else self.images.read(request.messages)
+        images = None
+        if self.images is not None:
+            images = self.images.read(request.messages, image_options(request))
         if request.nvext is not None and request.nvext.token_data:
             answer = self._answer_format(request, None)
             prepared = self._from_token_data(
@@ -190,8 +213,11 @@ class Preprocessor:
         begun = time.perf_counter()
         text = self._render(request, None if images is None else images.messages)
         rendered = time.perf_counter()
-        self._check_size(text)
-        ids = self.tokenizer.encode(text, request.add_special_tokens is True)
+        if images is not None and request.truncate_prompt_tokens is not None:
+            raise InvalidArgument(
+                "Validation: 'truncate_prompt_tokens' could cut an image; send a shorter prompt"
+            )
+        ids = self._ids(request, text)
         tokenized_s = time.perf_counter() - rendered
         answer = None
         # Before the engine requests, which get the grammar that a forced call sets.
@@ -199,10 +225,9 @@ class Preprocessor:
             answer = self._answer_format(request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs, images)
-        n = request.n or 1
-        return Prepared(
-            requests, prompts, n, len(ids), rendered - begun, (tokenized_s,), answer, images
-        )
+        times = rendered - begun, (tokenized_s,)
+        n, mark = request.generated_choices, self.fingerprint
+        return Prepared(requests, prompts, n, len(ids), *times, answer, images, mark)
 
     def _answer_format(
         self, request: ChatCompletionRequest, prompt: str | None
@@ -228,26 +253,34 @@ class Preprocessor:
         return formats.answer(request, prompt, prefill)
 
     def _completion(self, request: CompletionRequest) -> Prepared:
-        max_tokens, logprobs = request.max_tokens, request.logprobs
+        # With 0 the prompt alone is wanted: engines generate a token at least.
+        max_tokens = 1 if request.max_tokens == 0 else request.max_tokens
+        logprobs = request.logprobs
         if request.nvext is not None and request.nvext.token_data:
             return self._from_token_data(request, request.nvext.token_data, max_tokens, logprobs)
         special = request.add_special_tokens is not False
-        sources = _prompts(request)
+        sources, cut = _prompts(request), prompt_cut(request, self.context_length)
         # All before the first is tokenized: one that cannot fit refuses the request.
-        for source in sources:
+        for source in () if cut is not None else sources:
             self._check_size(source)
         prompts, tokenized_s = [], []
         for source in sources:
             if isinstance(source, str):
                 begun = time.perf_counter()
-                prompts.append(TokenizedPrompt(self.tokenizer.encode(source, special), source))
+                if cut is None:
+                    prompt = TokenizedPrompt(self.tokenizer.encode(source, special), source)
+                else:
+                    prompt = TokenizedPrompt(cut_ids(self.tokenizer, source, cut, special), None)
+                prompts.append(prompt)
                 tokenized_s.append(time.perf_counter() - begun)
             else:
-                prompts.append(self._from_ids(source, bool(request.echo)))
+                prompts.append(self._from_ids(source, bool(request.echo), cut))
         requests = self._engine_requests(request, prompts, max_tokens, logprobs)
         prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
-        n = request.n or 1
-        return Prepared(requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s)
+        n, mark = request.generated_choices, self.fingerprint
+        return Prepared(
+            requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s, fingerprint=mark
+        )
 
     def _from_token_data(
         self,
@@ -260,8 +293,17 @@ class Preprocessor:
         """Prepare ``nvext.token_data``, which replaces messages and prompts."""
         prompt = self._from_ids(token_data)
         requests = self._engine_requests(request, [prompt], max_tokens, logprobs, images)
-        n, count = request.n or 1, len(prompt.token_ids)
-        return Prepared(requests, [prompt], n, count, images=images)
+        n, count = request.generated_choices, len(prompt.token_ids)
+        mark = self.fingerprint
+        return Prepared(requests, [prompt], n, count, images=images, fingerprint=mark)
+
+    def _ids(self, request: ChatCompletionRequest, text: str) -> Tokens:
+        """The ids of the prompt of a chat. Raises InvalidArgument."""
+        special = request.add_special_tokens is True
+        if (cut := prompt_cut(request, self.context_length)) is not None:
+            return cut_ids(self.tokenizer, text, cut, special)
+        self._check_size(text)
+        return self.tokenizer.encode(text, special)
 
     def _check_size(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that cannot fit into the context, before it is tokenized."""
@@ -280,14 +322,10 @@ class Preprocessor:
         nvext = request.nvext
         if nvext is not None and nvext.use_raw_prompt:
             return "".join(message_text(*numbered) for numbered in enumerate(request.messages))
-        if self.template is None:
-            raise InvalidArgument(
-                f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
-                "worker a template"
-            )
+        template = self._template(request)
         excluded = request.tool_choice == "none" and self._excludes_unused_tools
         try:
-            return self.template.render(
+            return template.render(
                 request.messages if messages is None else messages,
                 None if excluded else request.tools,
                 add_generation_prompt=request.add_generation_prompt is not False,
@@ -298,7 +336,27 @@ class Preprocessor:
             self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
             raise
 
-    def _from_ids(self, ids: list[int], with_text: bool = False) -> TokenizedPrompt:
+    def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
+        if request.chat_template is not None:
+            if self._compile is None:
+                raise InvalidArgument(
+                    "Validation: 'chat_template' of a request is not run; leave it out for the "
+                    "model's own template, which takes 'chat_template_kwargs', or ask the operator "
+                    "for --trust-request-chat-template"
+                )
+            return self._compile(request.chat_template)
+        if self.template is None:
+            raise InvalidArgument(
+                f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
+                "worker a template"
+            )
+        return self.template
+
+    def _from_ids(
+        self, ids: list[int], with_text: bool = False, cut: Cut | None = None
+    ) -> TokenizedPrompt:
+        if cut is not None:
+            ids = ids[-cut.limit :] if cut.side == "left" else ids[: cut.limit]
         if max(ids) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
                 f"Validation: token id {max(ids)} is out of range, "
@@ -319,19 +377,27 @@ class Preprocessor:
         A chat, which has one prompt, may have ``images``.
         """
         limits = [self._limit(len(prompt.token_ids), max_tokens) for prompt in prompts]
-        nvext = request.nvext
-        sampling = _sampling_options(request)
+        nvext, n = request.nvext, request.generated_choices
+        sampling, echoed = sampling_options(request), prompt_logprobs(request, logprobs)
+        if logprobs is None and n > (request.n or 1):
+            logprobs = 0  # to choose the best of them by that of each token
         output = OutputOptions(
             logprobs=logprobs,
-            prompt_logprobs=_prompt_logprobs(request, logprobs),
+            prompt_logprobs=echoed,
             skip_special_tokens=request.skip_special_tokens,
         )
         annotations: list[str] = []
         if nvext is not None and nvext.annotations:
             annotations = known_annotations(nvext.annotations)
         routing = None
-        if nvext is not None or request.cache_salt is not None or self.card.lora_name is not None:
-            routing = routing_of(nvext, self.card.lora_name, request.cache_salt)
+        if (
+            nvext is not None
+            or request.cache_salt is not None
+            or self.card.lora_name is not None
+            or request.priority is not None
+            or request.session_id is not None
+        ):
+            routing = request_routing(request, self.card.lora_name)
         if images is not None and self.images is not None:
             routing = self.images.routing(routing, images, prompts[0].token_ids)
             if max_tokens is None:
@@ -341,7 +407,7 @@ class Preprocessor:
             PreprocessedRequest(
                 model=request.model,
                 token_ids=prompt.token_ids,
-                stop_conditions=_stop_conditions(request, limit, eos_ids),
+                stop_conditions=stop_conditions(request, limit, eos_ids),
                 sampling_options=sampling,
                 output_options=output,
                 eos_token_ids=eos_ids,
@@ -355,7 +421,6 @@ class Preprocessor:
             )
             for prompt, limit in zip(prompts, limits, strict=True)
         ]
-        n = request.n or 1
         return expand_choices(requests, n) if n > 1 or len(requests) > 1 else requests
 
     def _limit(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
@@ -375,61 +440,6 @@ def _too_long(context: int, reason: str) -> InvalidArgument:
     return InvalidArgument(
         f"This model's maximum context length is {context} tokens. However, {reason}. "
         "Please reduce the length of the prompt."
-    )
-
-
-def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
-    """Those asked for; an echoed prompt has as many as the answer."""
-    echoed = logprobs is not None and isinstance(request, CompletionRequest) and request.echo
-    return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs
-
-
-def _stop_conditions(
-    request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
-) -> StopConditions:
-    """When to end. ``eos_ids`` are hidden stop ids unless the request ignores them."""
-    stop, nvext, least = request.stop, request.nvext, request.min_tokens
-    if least is not None and max_tokens is not None:
-        least = min(least, max_tokens)  # engines refuse more tokens than fit
-    ignore_eos = request.ignore_eos is True
-    return StopConditions(
-        max_tokens=max_tokens,
-        min_tokens=least,
-        stop=[stop] if isinstance(stop, str) else stop or None,
-        stop_token_ids=request.stop_token_ids or None,
-        stop_token_ids_hidden=None if ignore_eos else eos_ids,
-        ignore_eos=ignore_eos,
-        max_thinking_tokens=nvext.max_thinking_tokens if nvext is not None else None,
-    )
-
-
-def _sampling_options(request: GenerationRequest) -> SamplingOptions:
-    """How to sample. ``n`` is 1 for the engine, which gets a request for each choice; ``best_of``,
-    which equals the client's ``n``, is left out."""
-    greedy = request.nvext is not None and request.nvext.greed_sampling
-    constrained = (
-        request.response_format is not None
-        or request.guided_json is not None
-        or request.guided_regex is not None
-        or request.guided_choice is not None
-        or request.guided_grammar is not None
-    )
-    return SamplingOptions(
-        n=1,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        temperature=0.0 if greedy else request.temperature,
-        top_p=None if greedy else request.top_p,
-        top_k=None if greedy else request.top_k,
-        min_p=None if greedy else request.min_p,
-        use_beam_search=request.use_beam_search,
-        length_penalty=request.length_penalty,
-        seed=request.seed,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        logit_bias=request.logit_bias,
-        guided_decoding=guided_decoding(request) if constrained else None,
-        bad_words=request.bad_words,
     )
 
 

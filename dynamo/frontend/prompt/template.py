@@ -315,6 +315,14 @@ def load_template(
     return ChatTemplate(templates[0], directory.special_tokens, str(templates[1]))
 
 
+def request_template(text: str, specials: Mapping[str, str]) -> ChatTemplate:
+    """Return the template that a request brings. Raises InvalidArgument. O(characters)."""
+    try:
+        return ChatTemplate({"default": text}, specials, "Validation: 'chat_template'")
+    except ConfigError as error:
+        raise InvalidArgument(error.message.removesuffix(f"; {_REMEDY}")) from None
+
+
 def template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
     """The variables that the request adds to those of every template."""
     variables: dict[str, Any] = {}

@@ -57,7 +57,7 @@ def forced_schema(request: ChatCompletionRequest) -> dict[str, Any]:
     else:
         schema = _parameters(next(tool for tool in functions if tool["name"] == name))
     grammars = (request.response_format, request.guided_json, request.guided_regex,
-                request.guided_choice, request.guided_grammar)  # fmt: skip
+                request.guided_choice, request.guided_grammar, request.structural_tag)  # fmt: skip
     if any(grammar is not None for grammar in grammars):
         raise InvalidArgument(
             "Validation: 'tool_choice' forces a tool call, so the answer cannot follow another "

@@ -7,11 +7,12 @@ of five answers must not take the first for it. docs/openai.md lists the rules.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from dynamo._fast.json_shape import measure
+from dynamo.config.frontend import PASS, REFUSE
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import (
     DESERIALIZE,
@@ -21,11 +22,13 @@ from dynamo.frontend.prompt.bounds import (
     MAX_MESSAGES,
     MAX_TOOLS,
     check_engine_value,
-    explain_decode_error,
+    invalid_value,
+    unsupported,
 )
 from dynamo.frontend.prompt.tool_choice import check_tool_choice
 from dynamo.protocols.openai import (
     MAX_BAD_WORDS_CHARACTERS,
+    MAX_BAD_WORDS_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_REGEX_CHARACTERS,
     MAX_SALT_CHARACTERS,
@@ -35,30 +38,83 @@ from dynamo.protocols.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    PassingChatCompletionRequest,
+    PassingCompletionRequest,
     StrictChatCompletionRequest,
     StrictCompletionRequest,
     StructuredOutputs,
 )
 
-_CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
-_CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
-_COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
-_COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
+BodyKind = TypeVar("BodyKind", bound=msgspec.Struct)
 
 
-def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompletionRequest:
-    """Decode and check a chat request.
+class BodyDecoder(Generic[BodyKind]):
+    """Decodes the bodies of one API.
 
-    ``ignore_unsupported`` lets unknown fields pass (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS).
-    Raises InvalidArgument. O(bytes); of more than ``INLINE_BODY_BYTES`` in a thread.
+    ``strict`` is ``kind`` without unknown fields, ``passing`` is ``kind`` with them as
+    ``passed_fields``, for APIs that can pass them on.
     """
-    check_json(body)  # first: the decoder has no bounds
-    request: ChatCompletionRequest
-    try:
-        request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise explain_decode_error(body, error, ChatCompletionRequest, ignore_unsupported) from None
-    return check_chat(request)
+
+    def __init__(
+        self, kind: type[BodyKind], strict: type[BodyKind], passing: type[BodyKind] | None = None
+    ) -> None:
+        self._kind = kind
+        self._passing = passing
+        self._decode = msgspec.json.Decoder(strict).decode
+
+    def __call__(self, body: bytes, unknown: str = REFUSE) -> BodyKind:
+        """Decode a body, with unknown fields as ``unknown`` says. Raises InvalidArgument.
+
+        O(bytes); of more than ``INLINE_BODY_BYTES`` in a thread.
+        """
+        check_json(body)  # first: the decoder has no bounds
+        try:
+            return self._decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._decode_again(body, unknown)
+
+    def _decode_again(self, body: bytes, unknown: str) -> BodyKind:
+        """Decode a body with numbers as texts or unknown fields, or explain what is wrong.
+
+        In two steps, because the decoder's own message gives neither the value nor all unknown
+        fields.
+        """
+        try:
+            raw = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
+            raise InvalidArgument(f"{DESERIALIZE}{syntax}") from None
+        if not isinstance(raw, dict):
+            raise InvalidArgument(f"{DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
+        names = raw.keys() - set(self._kind.__struct_fields__)
+        if names and unknown == REFUSE:
+            raise unsupported(names)
+        passed = {name: raw.pop(name) for name in names}
+        if raw.get("model", "") is None:
+            del raw["model"]
+        if self._kind is CompletionRequest and type(raw.get("logprobs")) is bool:
+            raw["logprobs"] = 1 if raw["logprobs"] else None
+        kind = self._kind
+        if passed and unknown == PASS and self._passing is not None:
+            for name, value in passed.items():
+                check_engine_value(shorten(name), value)
+            kind, raw["passed_fields"] = self._passing, passed
+        try:
+            return msgspec.convert(raw, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid_value(raw, error) from None
+
+
+_decode_chat: BodyDecoder[ChatCompletionRequest] = BodyDecoder(
+    ChatCompletionRequest, StrictChatCompletionRequest, PassingChatCompletionRequest
+)
+_decode_completion: BodyDecoder[CompletionRequest] = BodyDecoder(
+    CompletionRequest, StrictCompletionRequest, PassingCompletionRequest
+)
+
+
+def parse_chat(body: bytes, *, unknown: str = REFUSE) -> ChatCompletionRequest:
+    """Decode and check a chat request. Raises InvalidArgument; as :class:`BodyDecoder`."""
+    return check_chat(_decode_chat(body, unknown))
 
 
 def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
@@ -77,8 +133,9 @@ def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
     for position, message in enumerate(request.messages):
         if type(message.get("role")) is not str or type(message.get("content", "")) is not str:
             _check_message(position, message)
-    if request.top_logprobs and not request.logprobs:
-        raise InvalidArgument("Validation: Top_logprobs requires 'logprobs' to be true")
+    if (request.top_logprobs or request.logprob_token_ids) and not request.logprobs:
+        name = "Top_logprobs" if request.top_logprobs else "Logprob_token_ids"
+        raise InvalidArgument(f"Validation: {name} requires 'logprobs' to be true")
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidArgument(
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
@@ -96,15 +153,16 @@ def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
     return request
 
 
-def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
+def parse_completion(body: bytes, *, unknown: str = REFUSE) -> CompletionRequest:
     """Decode and check a text completion request; as :func:`parse_chat`."""
-    check_json(body)
-    request: CompletionRequest
-    try:
-        request = (_COMPLETION_LENIENT if ignore_unsupported else _COMPLETION).decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise explain_decode_error(body, error, CompletionRequest, ignore_unsupported) from None
-    _check_prompt(request.prompt, request.n or 1)
+    request = _decode_completion(body, unknown)
+    _check_prompt(request.prompt, request.generated_choices)
+    if request.logprob_token_ids and request.logprobs is None:
+        raise InvalidArgument("Validation: Logprob_token_ids requires 'logprobs'")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidArgument(
+            "Validation: Max tokens must be greater than 0, got 0; with 'echo' alone it may be 0"
+        )
     if request.suffix:
         raise InvalidArgument("Validation: 'suffix' is not supported, leave it out")
     _check_common(request, request.max_tokens)
@@ -140,16 +198,29 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
     if request.stop_token_ids is not None:
         _check_length("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if request.best_of is not None:
-        _check_best_of(request.best_of, request.n or 1)
+        _check_best_of(request)
     if request.stream_options is not None or request.prompt_logprobs is not None:
         _check_stream(request)
-    if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
-        raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
-    if request.bad_words is not None:
-        _check_characters("bad_words", request.bad_words, MAX_BAD_WORDS_CHARACTERS)
     if request.cache_salt is not None:
         _check_characters("cache_salt", request.cache_salt, MAX_SALT_CHARACTERS)
+    _check_biases(request)
     _check_grammars(request)
+    _check_engine_values(request)
+
+
+def _check_engine_values(request: GenerationRequest) -> None:
+    """Check the JSON of any form that engine or router get."""
+    if request.vllm_xargs is not None:
+        check_engine_value("vllm_xargs", request.vllm_xargs)
+    if request.kv_transfer_params is not None:
+        check_engine_value("kv_transfer_params", request.kv_transfer_params)
+    if request.ec_transfer_params is not None:
+        check_engine_value("ec_transfer_params", request.ec_transfer_params)
+    if isinstance(request, ChatCompletionRequest):
+        if request.mm_processor_kwargs is not None:
+            check_engine_value("mm_processor_kwargs", request.mm_processor_kwargs)
+        if request.media_io_kwargs is not None:
+            check_engine_value("media_io_kwargs", request.media_io_kwargs)
     if request.nvext is not None and request.nvext.router_config_override is not None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
@@ -182,26 +253,29 @@ def _check_grammars(request: GenerationRequest) -> None:
         _check_characters("guided_grammar", request.guided_grammar, MAX_GRAMMAR_CHARACTERS)
     if request.guided_choice is not None:
         _check_characters("guided_choice", request.guided_choice, MAX_GRAMMAR_CHARACTERS)
+    if request.structural_tag is not None:
+        _check_characters("structural_tag", request.structural_tag, MAX_GRAMMAR_CHARACTERS)
 
 
 def _spread(request: GenerationRequest, outputs: StructuredOutputs) -> None:
-    """Set ``guided_*`` from ``structured_outputs``. Raises InvalidArgument if both are there."""
+    """Set the fields of ``structured_outputs``. Raises InvalidArgument if both are there."""
     schema = {"type": "object"} if outputs.json is None and outputs.json_object else outputs.json
-    for name, value in (
-        ("json", schema),
-        ("regex", outputs.regex),
-        ("choice", outputs.choice),
-        ("grammar", outputs.grammar),
-        ("whitespace_pattern", outputs.whitespace_pattern),
+    for name, field, value in (
+        ("json", "guided_json", schema),
+        ("regex", "guided_regex", outputs.regex),
+        ("choice", "guided_choice", outputs.choice),
+        ("grammar", "guided_grammar", outputs.grammar),
+        ("structural_tag", "structural_tag", outputs.structural_tag),
+        ("whitespace_pattern", "guided_whitespace_pattern", outputs.whitespace_pattern),
     ):
         if value is None:
             continue
-        if getattr(request, f"guided_{name}") is not None:
+        if getattr(request, field) is not None:
             raise InvalidArgument(
-                f"Validation: 'structured_outputs.{name}' and 'guided_{name}' are the same "
+                f"Validation: 'structured_outputs.{name}' and '{field}' are the same "
                 "constraint; leave one out"
             )
-        setattr(request, f"guided_{name}", value)
+        setattr(request, field, value)
 
 
 def _check_stop(stop: str | list[str]) -> None:
@@ -237,15 +311,30 @@ def _check_unserved(request: ChatCompletionRequest) -> None:
             raise InvalidArgument(f"Validation: '{name}' is not supported; {remedy}")
 
 
-def _check_best_of(best_of: int, n: int) -> None:
-    if best_of < n:
+def _check_best_of(request: GenerationRequest) -> None:
+    best_of, n = request.best_of or 0, request.n or 1
+    if 0 < best_of < n:
         raise InvalidArgument(
             f"Validation: 'best_of' must not be less than 'n', got {best_of} < {n}"
         )
-    if best_of > n:
+    if best_of > n and request.stream:
         raise InvalidArgument(
-            f"Validation: 'best_of' above 'n' is not supported, got {best_of} > {n}; leave it out "
-            "and choose among 'n' answers"
+            f"Validation: 'best_of' above 'n' cannot be streamed, got {best_of} > {n}: the best "
+            "are known at the end; leave out 'best_of' or 'stream'"
+        )
+
+
+def _check_biases(request: GenerationRequest) -> None:
+    """Check the tokens and words that are made more or less likely."""
+    if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
+        raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
+    if request.bad_words is not None:
+        _check_characters("bad_words", request.bad_words, MAX_BAD_WORDS_CHARACTERS)
+    count = sum(map(len, request.bad_words_token_ids or ()))
+    if count > MAX_BAD_WORDS_TOKENS:
+        raise InvalidArgument(
+            f"Validation: 'bad_words_token_ids' must have at most {MAX_BAD_WORDS_TOKENS} tokens "
+            f"together, got {count}"
         )
 
 

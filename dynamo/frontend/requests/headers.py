@@ -15,7 +15,12 @@ import msgspec
 from dynamo.errors import Forbidden, InvalidArgument, shorten
 from dynamo.http.api_keys import ApiKey, Grants
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.openai import MAX_SALT_CHARACTERS, NvExt
+from dynamo.protocols.openai import (
+    MAX_SALT_CHARACTERS,
+    MAX_SESSION_CHARACTERS,
+    GenerationRequest,
+    NvExt,
+)
 from dynamo.protocols.status import RouteReceipt
 from dynamo.router.decision.decision import Decision
 from dynamo.router.decision.receipt import DecisionInputs
@@ -51,7 +56,6 @@ _SALT_PREFIX = "salt\n"
 _PREFIXES = (_TENANT_PREFIX, _SALT_PREFIX)
 """Tenants have the first; a salt that begins with one of them gets the second, so that none is
 that of a tenant. All other salts stay as engines and Dynamo's clients hash them."""
-_MAX_TEXT_CHARACTERS = 256
 ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
 NVEXT_HEADERS = ROUTING_HEADERS - {_TENANT}
 """Those that ``disable_nvext`` ignores; a tenant's caches stay its own."""
@@ -81,15 +85,18 @@ new_request_id = _new_request_ids().__next__
 which is ten times as fast as a random one each."""
 
 
-def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
+def request_id(headers: Mapping[str, str], in_body: str | None = None) -> tuple[str, str | None]:
     """Return the internal id, and the client's id, if any, which the response echoes.
 
     A client's id that is short and plain is the internal one, too, a UUID in its usual form: it is
-    in logs, in the ids of responses and in those of engines.
+    in logs, in the ids of responses and in those of engines. Without the header it is ``in_body``.
     """
     client_id = headers.get("x-request-id")
     if client_id is None:
-        return new_request_id(), None
+        # Only a plain id from a body: it is echoed in a header.
+        if in_body is None or not _PLAIN_ID.fullmatch(in_body):
+            return new_request_id(), None
+        client_id = in_body
     try:
         return str(uuid.UUID(client_id)), client_id
     except ValueError:
@@ -110,6 +117,10 @@ def routed(
     if routing is not None and (routing.cache_namespace or "").startswith(_PREFIXES):
         salted = f"{_SALT_PREFIX}{routing.cache_namespace}"
         routing = msgspec.structs.replace(routing, cache_namespace=salted)
+    if routing is not None and routing.session_id is not None:
+        session_id = None if ignores_nvext else _own_session(routing.session_id, key)
+        if session_id != routing.session_id:
+            routing = msgspec.structs.replace(routing, session_id=session_id)
     if ROUTING_HEADERS.isdisjoint(headers):
         return routing
     changes: dict[str, int | str] = {} if ignores_nvext else _changes(headers, key)
@@ -141,6 +152,29 @@ def check_nvext(nvext: NvExt | None, key: ApiKey | None) -> None:
                 raise _forbidden(f"'nvext.routing_constraints.{name}'", key, "routing")
 
 
+def check_fields(
+    request: GenerationRequest, key: ApiKey | None, ignores_nvext: bool = False
+) -> None:
+    """Check what a client's request asks of router and engine, in ``nvext`` and in vLLM's fields.
+
+    With ``ignores_nvext`` its wishes for the router have no effect. Raises Forbidden naming the
+    field.
+    """
+    if key is None or key.grants is None:
+        return
+    if not ignores_nvext:
+        check_nvext(request.nvext, key)
+        if request.priority is not None and -request.priority > key.grants.priority:
+            allowed = f"send at least {-key.grants.priority}, or "
+            raise _forbidden(
+                f"'priority' = {shorten(request.priority)}", key, "priority=N", allowed
+            )
+    # These name the hosts and blocks of other engines.
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if getattr(request, name) is not None and not key.grants.routing:
+            raise _forbidden(f"'{name}'", key, "routing")
+
+
 def check_server_priority(value: object, key: ApiKey | None) -> None:
     """Check the field ``priority`` for another server, of which some prefer low values.
 
@@ -167,9 +201,14 @@ def _changes(headers: Mapping[str, str], key: ApiKey | None) -> dict[str, int | 
             changes[field] = _text(name, headers[name])
     if key is not None and key.grants is not None:
         _check_headers(headers, changes, key, key.grants)
-        if "session_id" in changes:  # a header has no line break: no user names another's session
-            changes["session_id"] = f"{key.name}\n{changes['session_id']}"
+    if "session_id" in changes:
+        changes["session_id"] = _own_session(str(changes["session_id"]), key)
     return changes
+
+
+def _own_session(session_id: str, key: ApiKey | None) -> str:
+    """Return the session of a user's ``key``; its name has no line break, so none is another's."""
+    return session_id if key is None or key.grants is None else f"{key.name}\n{session_id}"
 
 
 def _check_headers(
@@ -224,9 +263,10 @@ def _namespace(tenant: str, salt: str | None) -> str:
 
 def _text(name: str, text: str) -> str:
     # The router keeps many sessions, and a head may have 32 KiB.
-    if len(text) > _MAX_TEXT_CHARACTERS:
+    if len(text) > MAX_SESSION_CHARACTERS:
         raise InvalidArgument(
-            f"Header '{name}' must have at most {_MAX_TEXT_CHARACTERS} characters, got {len(text)}"
+            f"Header '{name}' must have at most {MAX_SESSION_CHARACTERS} characters, "
+            f"got {len(text)}"
         )
     return text
 

@@ -84,6 +84,15 @@ class TokenFrames(msgspec.Struct):
     single: TokenFrame | None = None
     pair: TokenFrame | None = None
 
+    def cut(self, ids: Tokens, cut: Cut, special: bool) -> Tokens:
+        """Return the ids of one text, encoded with special tokens or not, shortened. O(tokens)."""
+        if len(ids) <= cut.limit:
+            return ids
+        if cut.slices or not special or self.single is None:
+            return shortened(ids, cut.limit, cut.side)
+        behind = len(ids) - len(self.single.behind)
+        return self.single.single(ids[len(self.single.before) : behind], cut)
+
 
 def shortened(ids: Tokens, size: int, side: Side) -> Tokens:
     """Return at most ``size`` of ``ids``, without those at ``side``. O(size)."""

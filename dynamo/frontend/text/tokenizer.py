@@ -113,6 +113,10 @@ class Tokenizer:
             return -(-len(text) // self._longest_token_bytes)
         return -(-len(text.encode()) // longest_bytes)
 
+    def most_characters(self, count: int) -> int | None:
+        """The most characters of a text of ``count`` tokens; None where they have no bound."""
+        return count * self._longest_token_bytes * self._shrinks_by or None
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of all ``ids`` at once; unknown ids have none."""
         if self.pieces is not None:
@@ -148,6 +152,21 @@ class Tokenizer:
     def vocabulary_entry(self, token_id: int) -> str:
         """A token as tokenizer.json spells it, for example ``Ġthe``; "" for an unknown id."""
         return self.encoder.id_to_token(token_id) or ""
+
+
+class IdNames(Tokenizer):
+    """The same tokenizer, which names tokens by their ids, ``token_id:5``, as vLLM's server."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.__dict__.update(tokenizer.__dict__)
+
+    def token_text(self, token_id: int) -> str:
+        """The name of a token."""
+        return f"token_id:{token_id}"
+
+    def token_parts(self, token_id: int) -> tuple[str, list[int]]:
+        """The name and the bytes of a token."""
+        return self.token_text(token_id), super().token_parts(token_id)[1]
 
 
 def load_tokenizer(model: str | Path | ModelDirectory, cache_bytes: int = CACHE_BYTES) -> Tokenizer:

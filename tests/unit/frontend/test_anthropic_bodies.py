@@ -237,4 +237,4 @@ def test_bodies_that_are_no_json_object() -> None:
 
 def test_unknown_fields_pass_where_that_is_set() -> None:
     body = {"model": "m", "max_tokens": 1, "messages": [USER], "betting": 1}
-    assert parse_messages(json.dumps(body).encode(), ignore_unsupported=True).max_tokens == 1
+    assert parse_messages(json.dumps(body).encode(), unknown="ignore").max_tokens == 1

@@ -21,7 +21,8 @@ from text_kit import (
 )
 
 from dynamo.errors import Disconnected, EngineFailure, InvalidArgument
-from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.answer.completions import ChatStream, CompletionStream
+from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 

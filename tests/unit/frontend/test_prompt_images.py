@@ -11,7 +11,7 @@ from image_kit import IMAGE, IMAGE_ID, data_url, image_part, png, write_eyes
 from text_kit import card, chat_body, example_preprocessor
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.answer.generation import ChatStream
+from dynamo.frontend.answer.completions import ChatStream
 from dynamo.frontend.prompt.images import ImageExpansions
 from dynamo.frontend.prompt.messages import IMAGE as PLACE
 from dynamo.frontend.prompt.messages import ContentForm, template_messages

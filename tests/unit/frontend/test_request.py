@@ -118,6 +118,9 @@ class Site:
         self.preprocessor = copy.copy(_loaded())  # tests change it
         self.preprocessor.tokenizer = copy.copy(self.preprocessor.tokenizer)
         self.entry = SimpleNamespace(
+            name="tiny",
+            types=frozenset(("Chat", "Completions")),
+            card=self.preprocessor.card,
             preprocessor=self.preprocessor,
             metrics=self.metrics.model("tiny"),
             picker=self,
@@ -147,6 +150,9 @@ class Site:
         self.bench = Bench(handler=self.routes)
 
     # models, picker, client
+
+    def entries(self) -> list[Any]:
+        return [self.entry]
 
     def find(self, name: str, model_type: str) -> Any:
         if self.found is not None:

@@ -19,7 +19,7 @@ CODEX = json.loads(Path(__file__).with_name("codex_request.json").read_text())
 
 def converted(lenient: bool = False, **fields: Any) -> ResponseChatRequest:
     raw = json.dumps({"model": "m", "input": "Hello", **fields}).encode()
-    request = parse_response(raw, ignore_unsupported=lenient)
+    request = parse_response(raw, unknown="ignore" if lenient else "refuse")
     request.add_history([])
     return request
 
@@ -196,7 +196,7 @@ def test_choice_of_tools() -> None:
         ({"include": ["x"]}, "'include' must be of message.output_text.logprobs"),
         ({"nvext": {"annotations": ["token_ids"]}}, "'nvext.annotations' is not supported"),
         ({"temperature": 3}, "Temperature must be between 0 and 2, got 3"),
-        ({"top_logprobs": 21}, "Top_logprobs must be between 0 and 20, got 21"),
+        ({"top_logprobs": 129}, "Top_logprobs must be between 0 and 128, got 129"),
         ({"max_output_tokens": 0}, "Max tokens must be greater than 0, got 0"),
         ({"max_tool_calls": 2**70}, "max_tool_calls: expected `int` <="),
         ({"metadata": {"a": 1}}, "metadata[...]: expected `str`, got `int`"),

@@ -48,7 +48,7 @@ def test_any_text_survives(
     chunks = kind(head, 3, b',"usage":null')
     first = payload(chunks.chunk(text))
     middle = payload(chunks.head + json_bytes(text) + chunks.tail)
-    last = payload(chunks.chunk("", {"content": []}, "stop", {"a": 1}))
+    last = payload(chunks.chunk("", {"content": []}, "stop", body=b',"nvext":{"a":1}'))
     for each in (first, middle, last):
         assert (each["id"], each["model"], each["created"]) == (response_id, model, 12)
         assert each["object"] == kind.kind

@@ -47,6 +47,7 @@ def test_fields_that_clients_send_are_accepted(name: str, value: object) -> None
 def test_every_optional_field_may_be_null() -> None:
     request = openai.StrictChatCompletionRequest
     nulls = {field.name: None for field in msgspec.structs.fields(request) if not field.required}
+    del nulls["model"]  # null where bodies are decoded; the frontend's BodyDecoder drops it
     assert strict(**nulls).temperature is None
 
 

@@ -133,3 +133,55 @@ def test_penalties_count_the_output_of_an_earlier_worker() -> None:
     assert found["logit_bias"] == {"2": -1.5, "3": -1.5}
     for sampling in (SamplingOptions(), SamplingOptions(repetition_penalty=1.5)):
         assert "logit_bias" not in mapping().arguments(request(sampling=sampling, **more))
+
+
+def test_the_options_that_vllm_alone_has() -> None:
+    options: dict[str, Any] = {
+        "allowed_token_ids": [1, 2],
+        "logprob_token_ids": [5, 6, 7],
+        "bad_words_token_ids": [[3]],
+        "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+        "watermarking": False,
+        "vllm_xargs": {"a": 1},
+        "kv_transfer_params": {"b": 2},
+    }
+    sampling = SamplingOptions(engine_options=options)
+    output = OutputOptions(logprobs=0)
+    found = mapping().arguments(request(sampling=sampling, output=output))
+    extra = {"a": 1, "kv_transfer_params": {"b": 2}}
+    for name in ("vllm_xargs", "kv_transfer_params"):
+        del options[name]
+    assert found == {**ALWAYS, "max_tokens": 5, "logprobs": 3, "extra_args": extra, **options}
+
+
+def test_a_transfer_of_this_deployment_replaces_that_of_the_client() -> None:
+    sampling = SamplingOptions(engine_options={"kv_transfer_params": {"remote_host": "evil"}})
+    result = {"disaggregated_params": {"kv_transfer_params": {"remote_host": "ours"}}}
+    found = mapping().arguments(request(sampling=sampling, prefill_result=result))
+    assert found["extra_args"] == {"kv_transfer_params": {"remote_host": "ours"}}
+    found = mapping(prefill_only=True).arguments(request(sampling=sampling))
+    assert found["extra_args"]["kv_transfer_params"]["remote_host"] is None
+
+
+@pytest.mark.parametrize(
+    ("sequences", "words"),
+    [([[1000]], "token id 1000 is out of range"), ([[]], "no tokens"), ([[1]] * 129, "at most")],
+)
+def test_bad_words_by_their_ids_are_checked(sequences: list[list[int]], words: str) -> None:
+    sampling = SamplingOptions(engine_options={"bad_words_token_ids": sequences})
+    with pytest.raises(InvalidArgument, match=words):
+        mapping().arguments(request(sampling=sampling))
+
+
+def test_fields_that_are_passed_on_are_those_that_only_a_newer_vllm_has() -> None:
+    passing = SamplingMapping({}, frozenset(), 1000, passable=("new_option",))
+    fields = {"new_option": 3, "output_kind": 0, "other": 1}
+    sampling = SamplingOptions(engine_options={"passed_fields": fields})
+    found = passing.arguments(request(sampling=sampling))
+    assert found == {**ALWAYS, "max_tokens": 5, "new_option": 3}
+
+
+def test_details_of_a_grammar() -> None:
+    guided = {"json": {}, "disable_any_whitespace": True, "disable_additional_properties": True}
+    found = mapping().arguments(request(sampling=SamplingOptions(guided_decoding=guided)))
+    assert found["structured_outputs"] == guided

@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 
+from dynamo.config.frontend import REFUSE
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.answer.choice import Choice
+from dynamo.frontend.answer.completions import ChatStream
 from dynamo.frontend.answer.events import ParsedChatStream
-from dynamo.frontend.answer.generation import ChatStream, GenerationStream
+from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.apis.chat.generation import CHAT
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_CHOICES
 from dynamo.frontend.prompt.engine_options import expand_choices
@@ -55,7 +57,7 @@ class PreparedBatch(Prepared, frozen=True):
     parts: list[Prepared] = []  # noqa: RUF012 - msgspec copies it
 
 
-def parse_batch(body: bytes, *, ignore_unsupported: bool = False) -> ChatBatchRequest:
+def parse_batch(body: bytes, *, unknown: str = REFUSE) -> ChatBatchRequest:
     """Decode and check a batch, by the rules of a chat. Raises InvalidArgument. O(bytes)."""
     check_json(body)
     try:
@@ -70,7 +72,7 @@ def parse_batch(body: bytes, *, ignore_unsupported: bool = False) -> ChatBatchRe
             f"got {len(conversations)}"
         )
     # Alone, so that an error of another field does not name a conversation.
-    chat = parse_chat(_encode({**fields, "messages": _ANY}), ignore_unsupported=ignore_unsupported)
+    chat = parse_chat(_encode({**fields, "messages": _ANY}), unknown=unknown)
     _check_single(chat)
     values = {name: getattr(chat, name) for name in ChatCompletionRequest.__struct_fields__}
     batch = ChatBatchRequest(**{**values, "messages": []})
@@ -91,6 +93,9 @@ def _check_single(chat: ChatCompletionRequest) -> None:
     fields = {
         "stream": chat.stream,
         "n": chat.n not in (None, 1) and chat.n,
+        "best_of": chat.best_of not in (None, 1) and chat.best_of,
+        "echo": chat.echo,
+        "return_prompt_text": chat.return_prompt_text,
         "tools": chat.tools,
         "tool_choice": chat.tool_choice != "none" and chat.tool_choice,
         "nvext.token_data": nvext is not None and nvext.token_data,
@@ -152,6 +157,7 @@ def _joined(parts: list[Prepared]) -> PreparedBatch:
         sum(part.prompt_tokens for part in parts),
         answer=parts[0].answer,
         images=_images(parts),
+        fingerprint=parts[0].fingerprint,
         parts=parts,
     )
 
@@ -162,7 +168,7 @@ def _images(parts: list[Prepared]) -> PromptImages | None:
     if not present:
         return None
     hashes = [image_hash for images in present for image_hash in images.hashes]
-    return PromptImages([], [], [], hashes, present[0].expansions)
+    return PromptImages([], [], [], hashes, present[0].expansions, {})
 
 
 class ChatBatchStream(ChatStream):
@@ -175,8 +181,9 @@ class ChatBatchStream(ChatStream):
         make = super()._make_choices
         return [make(request, part, tokenizer)[0] for part in prepared.parts]
 
-    # The log probabilities of a prompt belong to its choice.
+    # What is shown of a prompt belongs to its choice.
     _add_prompt_logprobs = GenerationStream._add_prompt_logprobs
+    _add_prompt_ids = GenerationStream._add_prompt_ids
 
 
 class ParsedChatBatchStream(ChatBatchStream, ParsedChatStream):

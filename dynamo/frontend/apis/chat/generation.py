@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.errors import DynamoError, Overloaded
+from dynamo.errors import DynamoError, InvalidArgument, Overloaded, shorten
+from dynamo.frontend.answer.completions import ChatStream, CompletionStream
 from dynamo.frontend.answer.events import ParsedChatStream
-from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
@@ -86,6 +87,24 @@ def is_chat(body: bytes) -> bool:
     return _shape(body).messages is not None
 
 
+def requested_model(models: Models, request: Any, model_type: str) -> str:
+    """Return the model of a request; one without it gets the only model of ``model_type``.
+
+    Raises InvalidArgument if there are several. Adapters are no models of their own here.
+    """
+    if not request.model:
+        names = [
+            entry.name
+            for entry in models.entries()
+            if model_type in entry.types and entry.card.lora_name is None
+        ]
+        if len(names) != 1:
+            choice = f"; name one of {shorten(', '.join(sorted(names)))}" if names else ""
+            raise InvalidArgument(f"{DESERIALIZE}missing field `model`{choice}")
+        request.model = names[0]
+    return str(request.model)
+
+
 def _reject(
     registry: RequestRegistry,
     models: Models,
@@ -111,7 +130,7 @@ def adapt(
 ) -> None:
     """Set and remove the fields that the operator decides about, for every use of a prompt."""
     if ignores_nvext:
-        request.nvext = None
+        request.nvext = request.priority = request.session_id = None
     if models.rules and (rules := models.rules.get(loaded.name)) is not None:
         rules.apply(request)
 
@@ -119,7 +138,7 @@ def adapt(
 class GenerationApi(NamedTuple):
     """One API.
 
-    ``endpoint`` is the label of the metrics. ``parse`` gets the body and ``ignore_unsupported``, in
+    ``endpoint`` is the label of the metrics. ``parse`` gets the body and ``unknown``, in
     a thread if the body is large; it raises InvalidArgument. ``complete``, if set, follows it on
     the event loop: it adds what the body does not have (headers, key, earlier responses),
     and returns how many bytes of prompt it added; it raises DynamoError. ``stream`` renders answers

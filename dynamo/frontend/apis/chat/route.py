@@ -22,6 +22,7 @@ from dynamo.frontend.apis.chat.generation import (
     adapt,
     reject_early,
     reject_large,
+    requested_model,
 )
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
 from dynamo.frontend.models.model import TokenModel
@@ -32,7 +33,7 @@ from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.headers import check_nvext, request_id, routed
+from dynamo.frontend.requests.headers import check_fields, request_id, routed
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -90,7 +91,7 @@ class OpenAIRoutes:
         self._registry = registry
         self._models = models
         self._tasks = tasks
-        self._lenient = registry.settings.ignore_unsupported_fields
+        self._unknown = registry.settings.unknown_field_policy
         domains = registry.settings.allowed_media_domains
         self._images = ImageFetcher(domains) if domains else None
         self._ignores_nvext = registry.settings.disable_nvext
@@ -118,11 +119,10 @@ class OpenAIRoutes:
             return
         model = "unknown"
         try:
-            parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
-            model = parsed.model
+            parsed = api.parse(exchange.body, unknown=self._unknown)
+            model = requested_model(models, parsed, api.model_type)
             loaded = models.find(model, api.model_type)
-            if not self._ignores_nvext:
-                check_nvext(parsed.nvext, exchange.api_key)
+            check_fields(parsed, exchange.api_key, self._ignores_nvext)
             if api.complete is not None:
                 # Earlier turns are rendered, too: a long history takes a thread.
                 size_bytes += api.complete(parsed, exchange)
@@ -136,12 +136,16 @@ class OpenAIRoutes:
         self._adapt(parsed, loaded)
         # While the request waits, its tokens are in memory, but not its body.
         registry.release_body(exchange)
-        info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+        info = RequestInfo(api.endpoint, *request_id(exchange.headers, parsed.request_id))
         request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))
         preprocessor = loaded.preprocessor
         images = self._images
         if size_bytes > preprocessor.inline_limit_bytes or (
-            images is not None and api.model_type == "Chat" and images.wanted(parsed.messages)
+            api.model_type == "Chat"
+            and (
+                parsed.chat_template is not None
+                or (images is not None and images.wanted(parsed.messages))
+            )
         ):
             later = self._prepare_off_loop(request, loaded, api, parsed)
             self._tasks.spawn(later, name="long prompt")
@@ -163,22 +167,19 @@ class OpenAIRoutes:
                     registry, models, exchange, api.endpoint
                 ):
                     return
-                parsed = await threads.run(
-                    api.parse, exchange.body, ignore_unsupported=self._lenient
-                )
-                model = parsed.model
+                parsed = await threads.run(api.parse, exchange.body, unknown=self._unknown)
+                model = requested_model(models, parsed, api.model_type)
                 loaded = await models.find_loaded(model, api.model_type)
                 registry.release_body(exchange)
                 # A client that left during the parse has no ActiveRequest yet that would end.
                 if exchange.gone:
                     registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return
-                if not self._ignores_nvext:
-                    check_nvext(parsed.nvext, exchange.api_key)
+                check_fields(parsed, exchange.api_key, self._ignores_nvext)
                 if api.complete is not None:
                     api.complete(parsed, exchange)
                 self._adapt(parsed, loaded)
-                info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+                info = RequestInfo(api.endpoint, *request_id(exchange.headers, parsed.request_id))
                 streams = bool(parsed.stream)
                 request = ActiveRequest(registry, exchange, info, loaded.metrics, streams)
                 await self._prepare_off_loop(request, loaded, api, parsed)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from dynamo.config.frontend import REFUSE
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.apis.messages.blocks import chat_messages, chat_tools, system_message
 from dynamo.frontend.prompt.bounds import MAX_MESSAGES, MAX_TOOLS, decoder_text
@@ -125,14 +126,14 @@ class ThreadUnsupported(InvalidArgument):
 
 
 def parse_messages(
-    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+    body: bytes, *, unknown: str = REFUSE, strip_preamble: bool = True
 ) -> MessagesChatRequest:
     """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes).
 
-    ``ignore_unsupported`` lets unknown fields pass; ``strip_preamble`` leaves the billing header of
+    Unknown fields are refused or ignored; ``strip_preamble`` leaves the billing header of
     Claude Code out of the prompt.
     """
-    kind = MessagesBody if ignore_unsupported else StrictMessagesBody
+    kind = StrictMessagesBody if unknown == REFUSE else MessagesBody
     parsed = _decoded(body, kind)
     if parsed.thread not in (None, False):
         raise ThreadUnsupported("thread: nothing is stored; send all messages")
@@ -155,10 +156,10 @@ def parse_messages(
 
 
 def parse_count(
-    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+    body: bytes, *, unknown: str = REFUSE, strip_preamble: bool = True
 ) -> MessagesChatRequest:
     """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
-    kind = PromptBody if ignore_unsupported else StrictPromptBody
+    kind = StrictPromptBody if unknown == REFUSE else PromptBody
     request = _chat_request(_decoded(body, kind), strip_preamble)
     check_chat(request)
     return request

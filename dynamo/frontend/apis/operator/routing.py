@@ -11,9 +11,10 @@ from functools import partial
 
 import msgspec
 
+from dynamo.config.frontend import IGNORE
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances
-from dynamo.frontend.apis.chat.generation import adapt, is_chat, named_model
-from dynamo.frontend.apis.relay.body import peek, prompt_ids
+from dynamo.frontend.apis.chat.generation import adapt, is_chat, named_model, requested_model
+from dynamo.frontend.apis.relay.body import name_only_model, peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.model import LoadedModel
@@ -112,11 +113,12 @@ class ExplainRoutes:
         threads = self._threads
         parsed = await threads.run(_parse, body)
         if isinstance(parsed, ChatCompletionRequest):
-            loaded = self._models.find(parsed.model, "Chat")
+            loaded = self._models.find(requested_model(self._models, parsed, "Chat"), "Chat")
             self._adapt(parsed, loaded)
             prepared = await loaded.preprocessor.chat_off_loop(parsed, threads)
         else:
-            loaded = self._models.find(parsed.model, "Completions")
+            name = requested_model(self._models, parsed, "Completions")
+            loaded = self._models.find(name, "Completions")
             self._adapt(parsed, loaded)
             prepared = await loaded.preprocessor.completion_off_loop(parsed, threads)
         return loaded, prepared.requests[0]
@@ -125,6 +127,7 @@ class ExplainRoutes:
         """The same for a relayed model; None for others."""
         threads = self._threads
         fields = await threads.run(peek, body)
+        name_only_model(fields, self._models.entries())
         entry = self._models.named(fields.model)
         if entry is None or not entry.relayed:
             return None
@@ -150,7 +153,7 @@ def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
         parse = parse_chat if is_chat(body) else parse_completion
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
-    return parse(body, ignore_unsupported=True)
+    return parse(body, unknown=IGNORE)
 
 
 def explain_request(

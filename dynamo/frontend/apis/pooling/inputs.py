@@ -117,15 +117,9 @@ class _Encoder:
 
     def text(self, text: str, special: bool = True) -> Tokens:
         """The ids of one text, cut if the request asks for it."""
-        cut = self.cut
-        ids = self.count(self.preprocessor.tokenizer.encode(text, special))
-        if cut is None or len(ids) <= cut.limit:
-            return ids
-        frame = self.preprocessor.tokenizer.frames.single
-        if cut.slices or not special or frame is None:
-            return shortened(ids, cut.limit, cut.side)
-        behind = len(ids) - len(frame.behind)
-        return frame.single(ids[len(frame.before) : behind], cut)
+        tokenizer, cut = self.preprocessor.tokenizer, self.cut
+        ids = self.count(tokenizer.encode(text, special))
+        return ids if cut is None else tokenizer.frames.cut(ids, cut, special)
 
     def limited(self, text: str, limit: int) -> Tokens:
         """The ids of one text of which at most ``limit`` tokens count, if that is not 0."""

@@ -9,11 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
 
+from dynamo.config.frontend import REFUSE
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.pooling import (
     Asked,
@@ -24,15 +25,15 @@ from dynamo.frontend.answer.pooling import (
     ScoreAnswer,
     VectorsAnswer,
 )
-from dynamo.frontend.apis.chat.generation import reject_early, reject_large
+from dynamo.frontend.apis.chat.generation import reject_early, reject_large, requested_model
 from dynamo.frontend.apis.pooling.inputs import Inputs, pair_inputs, text_inputs
 from dynamo.frontend.apis.relay.request import PoolingWriter, RelayedEngineRequest
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES, check_engine_value
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, check_engine_value
 from dynamo.frontend.prompt.engine_options import routing_of
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.prompt.validation import check_json
+from dynamo.frontend.prompt.validation import BodyDecoder
 from dynamo.frontend.requests.headers import check_nvext, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
@@ -59,7 +60,7 @@ from dynamo.protocols.pooling import (
     PoolingFacts,
     RerankBody,
     ScoreBody,
-    decoder_of,
+    strict_kind,
 )
 from dynamo.runtime.process.tasks import Tasks
 
@@ -82,19 +83,20 @@ class PoolingApi(NamedTuple):
         """The type of the models that have it."""
         return POOLING_TYPES[self.name]
 
-    def parse(self, body: bytes, *, ignore_unsupported: bool = False) -> Any:
+    def parse(self, body: bytes, *, unknown: str = REFUSE) -> Any:
         """Decode and check a request. Raises InvalidArgument. O(bytes)."""
-        check_json(body)
-        try:
-            request = decoder_of(self.body, not ignore_unsupported).decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+        request = _decoder(self.body)(body, unknown)
         if isinstance(request, InputBody):
             _check_inputs(request)
         if request.nvext is not None and request.nvext.router_config_override is not None:
             override = request.nvext.router_config_override
             check_engine_value("nvext.router_config_override", override)
         return request
+
+
+@cache
+def _decoder(kind: type[AnyPoolingBody]) -> BodyDecoder[Any]:
+    return BodyDecoder(kind, strict_kind(kind))
 
 
 def facts_of(card: ModelCard) -> PoolingFacts:
@@ -204,7 +206,7 @@ class PoolingRoutes:
         self._registry = registry
         self._models = models
         self._tasks = tasks
-        self._lenient = registry.settings.ignore_unsupported_fields
+        self._unknown = registry.settings.unknown_field_policy
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -222,8 +224,8 @@ class PoolingRoutes:
             if size_bytes > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(api, exchange), name="large body")
                 return
-            parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
-            model = parsed.model
+            parsed = api.parse(exchange.body, unknown=self._unknown)
+            model = requested_model(models, parsed, api.model_type)
             loaded = models.find(model, api.model_type)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, api.name, error, model)
@@ -248,10 +250,8 @@ class PoolingRoutes:
                     registry, models, exchange, api.name
                 ):
                     return
-                parsed = await threads.run(
-                    api.parse, exchange.body, ignore_unsupported=self._lenient
-                )
-                model = parsed.model
+                parsed = await threads.run(api.parse, exchange.body, unknown=self._unknown)
+                model = requested_model(models, parsed, api.model_type)
                 if exchange.gone:
                     registry.abandoned(exchange, api.name, model, False)
                     return

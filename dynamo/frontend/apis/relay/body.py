@@ -8,11 +8,14 @@ block is about as long as one of tokens.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from dynamo.config.frontend import IGNORE
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.prompt.bounds import (
     DESERIALIZE,
     INLINE_BODY_BYTES,
@@ -27,7 +30,7 @@ from dynamo.http.api_keys import ApiKey
 from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, NvExt
+from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, MAX_SESSION_CHARACTERS, NvExt
 
 _BYTES_PER_ID = 4
 _MAX_FIELD_BYTES = 1024
@@ -39,10 +42,11 @@ class RelayedBody(msgspec.Struct):
     """The members that count; the others stay undecoded. Those of the prompt are in the order in
     which chat templates render them."""
 
-    model: str
+    model: str = ""
     stream: Any = None
     cache_salt: Any = None
     priority: Any = None
+    session_id: Any = None
     nvext: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
@@ -75,7 +79,12 @@ class RelayedBody(msgspec.Struct):
         if override is not None:
             check_engine_value("nvext.router_config_override", override)
         salt = self.cache_salt if isinstance(self.cache_salt, str) else None
-        return routing_of(nvext, lora_name, salt), override
+        routing = routing_of(nvext, lora_name, salt)
+        session_id = self.session_id
+        if isinstance(session_id, str) and 0 < len(session_id) <= MAX_SESSION_CHARACTERS:
+            routing = routing or Routing()
+            routing.session_id = None if ignores_nvext else session_id
+        return routing, override
 
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
         """The JSON of the members that make the prompt; that of absent ones is empty."""
@@ -113,6 +122,18 @@ def peek_form(body: bytes, content_type: str) -> RelayedBody:
             "Validation: the multipart body has no field `model` among its first 64 parts"
         )
     return RelayedBody(model, _form_field(body, content_type, "stream") == "true")
+
+
+def name_only_model(fields: RelayedBody, entries: Sequence[ModelEntry]) -> bool:
+    """Set the model of a body without one to the only one, if that is relayed; else return False.
+
+    Adapters are no models of their own here.
+    """
+    if not fields.model:
+        models = [entry for entry in entries if entry.card.lora_name is None]
+        if len(models) == 1 and models[0].relayed:
+            fields.model = models[0].name
+    return bool(fields.model)
 
 
 def prompt_ids(
@@ -163,9 +184,9 @@ def _tokenized(preprocessor: Preprocessor, path: str, body: bytes) -> Tokens | N
     """
     try:
         if path == CHAT_PATH:
-            return preprocessor.chat_ids(parse_chat(body, ignore_unsupported=True))
+            return preprocessor.chat_ids(parse_chat(body, unknown=IGNORE))
         if path == COMPLETIONS_PATH:
-            return preprocessor.completion_ids(parse_completion(body, ignore_unsupported=True))
+            return preprocessor.completion_ids(parse_completion(body, unknown=IGNORE))
     except InvalidArgument:
         pass
     return None

@@ -22,7 +22,13 @@ from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstanc
 from dynamo.frontend.answer.pooling import BodyEmbeddingsAnswer
 from dynamo.frontend.apis.chat.batch import CHAT_BATCH_PATH
 from dynamo.frontend.apis.pooling.route import EMBEDDINGS_API
-from dynamo.frontend.apis.relay.body import RelayedBody, peek, peek_form, prompt_ids
+from dynamo.frontend.apis.relay.body import (
+    RelayedBody,
+    name_only_model,
+    peek,
+    peek_form,
+    prompt_ids,
+)
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.apis.relay.request import (
     HttpResponseWriter,
@@ -54,8 +60,7 @@ from dynamo.protocols.pooling import POOLING_PATHS, offered_path
 from dynamo.runtime.process.tasks import Tasks
 
 _PREFIX = "/v1/"
-_MODEL_OPTIONAL = ("/tokenize", "/detokenize")
-_POSTS = (_PREFIX, *_MODEL_OPTIONAL, *POOLING_PATHS)
+_POSTS = (_PREFIX, "/tokenize", "/detokenize", *POOLING_PATHS)
 log = logging.getLogger(__name__)
 _MAX_QUERY_FIELDS = 64
 # Those of the client's connection, the length and the id, which are set here, the choice of a
@@ -91,15 +96,15 @@ def http_message(
     return encode(HttpRequest(method, f"{path}?{query}" if query else path, forwarded, body))
 
 
-def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nvext: bool) -> bytes:
+def text_message(path: str, body: bytes, *, unknown: str, ignore_nvext: bool) -> bytes:
     """The body as MessagePack, for a Python handler that takes it as a dict. O(bytes).
 
     Raises InvalidArgument, for chat and text completions by the same rules as for other models.
     """
     if path == CHAT_PATH:
-        parse_chat(body, ignore_unsupported=ignore_unsupported)
+        parse_chat(body, unknown=unknown)
     elif path == COMPLETIONS_PATH:
-        parse_completion(body, ignore_unsupported=ignore_unsupported)
+        parse_completion(body, unknown=unknown)
     else:
         check_json(body)
     try:
@@ -263,7 +268,7 @@ class RelayRoutes:
             return
         fields = None
         try:
-            fields = _peek(exchange, otherwise) or self._only_model(exchange)
+            fields = self._named(_peek(exchange, otherwise), otherwise)
             model = self._model(fields, exchange, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, fields)
@@ -300,7 +305,7 @@ class RelayRoutes:
                             exchange, _label(exchange.path), fields.model, fields.streams
                         )
                     return
-                fields = fields or self._only_model(exchange)
+                fields = self._named(fields, otherwise)
                 model = self._model(fields, exchange, otherwise)
                 if model is not None and fields is not None:
                     label = _label(exchange.path)
@@ -319,12 +324,13 @@ class RelayRoutes:
         finally:
             registry.leave()
 
-    def _only_model(self, exchange: Exchange) -> RelayedBody | None:
-        """The only model, for a path whose body need not name one; None if it is not relayed."""
-        entries = self._models.entries()
-        if exchange.path not in _MODEL_OPTIONAL or len(entries) != 1 or not entries[0].relayed:
-            return None
-        return RelayedBody(entries[0].name)
+    def _named(self, fields: RelayedBody | None, otherwise: Route | None) -> RelayedBody | None:
+        """Return ``fields`` with a model; None if ``otherwise`` explains what is wrong."""
+        if fields is None or name_only_model(fields, self._models.entries()):
+            return fields
+        if otherwise is None:
+            raise InvalidArgument(f"{DESERIALIZE}missing field `model`")
+        return None
 
     def _model(
         self, fields: RelayedBody | None, exchange: Exchange, otherwise: Route | None
@@ -384,7 +390,7 @@ class RelayRoutes:
         path, key = relay.path, exchange.api_key
         body, fields = self._adapted(relay)
         is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
-        lenient = settings.ignore_unsupported_fields
+        unknown = settings.unknown_field_policy
         check_server_priority(fields.priority, key)
         reader = None if is_text and ignores_nvext else key  # the handler gets no nvext then
         routing, override = fields.constraints(model.card.lora_name, ignores_nvext, reader)
@@ -397,12 +403,10 @@ class RelayRoutes:
                 )
             body = rewritten(path, body, model.name, None, routing.cache_namespace)
         if isinstance(relay.answer, BodyEmbeddingsAnswer):
-            embedding = EMBEDDINGS_API.parse(body, ignore_unsupported=lenient)
+            embedding = EMBEDDINGS_API.parse(body, unknown=unknown)
             relay.answer.expect(len(embedding.inputs), embedding.encoding_format == "base64")
         if is_text:
-            message = text_message(
-                path, body, ignore_unsupported=lenient, ignore_nvext=ignores_nvext
-            )
+            message = text_message(path, body, unknown=unknown, ignore_nvext=ignores_nvext)
         else:
             target = path, exchange.query
             head = exchange.method, _forwarded(exchange.headers, ignores_nvext)

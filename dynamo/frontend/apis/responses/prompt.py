@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
+from dynamo.config.frontend import REFUSE
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.apis.responses.input_items import (
     REFERENCE,
@@ -27,8 +28,7 @@ from dynamo.frontend.apis.responses.input_items import (
     chat_choice,
     offered_tools,
 )
-from dynamo.frontend.prompt.bounds import explain_decode_error
-from dynamo.frontend.prompt.validation import check_chat, check_json
+from dynamo.frontend.prompt.validation import BodyDecoder, check_chat
 from dynamo.protocols.openai import (
     RANGES,
     ChatCompletionRequest,
@@ -62,6 +62,7 @@ _UNSUPPORTED = {
     "n": "a response has one answer; leave it out",
     "best_of": "a response has one answer; leave it out",
     "prompt_logprobs": "use /v1/chat/completions",
+    "return_token_ids": "use /v1/chat/completions",
 }
 _REASONING = frozenset(("effort", "generate_summary", "summary"))
 _TEXT = frozenset(("format", "verbosity"))
@@ -114,8 +115,7 @@ class StrictResponsesRequest(
     """As its parent; an unknown field is an error."""
 
 
-_decode = msgspec.json.Decoder(StrictResponsesRequest).decode
-_decode_lenient = msgspec.json.Decoder(ResponsesRequest).decode
+_decode: BodyDecoder[ResponsesRequest] = BodyDecoder(ResponsesRequest, StrictResponsesRequest)
 
 
 class ResponseOrigin:
@@ -187,18 +187,13 @@ class ResponseChatRequest(ChatCompletionRequest, kw_only=True):
         check_chat(self)
 
 
-def parse_response(body: bytes, *, ignore_unsupported: bool = False) -> ResponseChatRequest:
+def parse_response(body: bytes, *, unknown: str = REFUSE) -> ResponseChatRequest:
     """Decode and check a body. Its messages are complete after :meth:`add_history`.
 
-    ``ignore_unsupported`` lets unknown fields pass (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS).
-    Raises InvalidArgument. O(bytes); of more than ``INLINE_BODY_BYTES`` in a thread.
+    Unknown fields are refused or ignored. Raises InvalidArgument; as :class:`BodyDecoder`.
     """
-    check_json(body)  # first: the decoder has no bounds
-    decode = _decode_lenient if ignore_unsupported else _decode
-    try:
-        wire: ResponsesRequest = decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise explain_decode_error(body, error, ResponsesRequest, ignore_unsupported) from None
+    wire = _decode(body, unknown)
+    ignore_unsupported = unknown != REFUSE
     _check(wire, ignore_unsupported)
     origin = ResponseOrigin(wire, len(body), ignore_unsupported)
     shared = {name: getattr(wire, name) for name in GenerationRequest.__struct_fields__}
