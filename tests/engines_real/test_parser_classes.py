@@ -229,6 +229,46 @@ def test_calls_and_content_are_those_of_vllm(name: str) -> None:
     assert set(different) == reasons, different
 
 
+TIME = '{"name": "get_time", "arguments": {}}'
+# Texts with what a family may have beside its calls; the last member is a difference.
+MORE = (
+    ("dots", f"<dots_function_call>{TIME}</dots_function_call>", "ours reads no JSON there"),
+    ("ernie45", f"<response>\nHi\n</response>\n<tool_call>{TIME}</tool_call>\n", "vLLM drops the"
+     " markers of the response in streams alone"),
+    ("functiongemma", "<start_function_call>call:get_weather{city:<escape>a, }<escape>}"
+     "<end_function_call>", ""),
+    ("gigachat3", f"Hi<|message_sep|>\n\nfunction call<|role_sep|>\n{TIME}", ""),
+    ("gigachat3", f"Hi<|message_sep|>\n\nfunction call<|role_sep|>\n{TIME}<|message_sep|>\n\n",
+     "vLLM finds no call where a marker follows"),
+    ("granite", f"<tool_call> [{TIME}]", ""),
+    ("granite-20b-fc", f"<function_call> {TIME} <function_call> {TIME}", ""),
+    ("inkling", "<|content_text|>Hi<|end_message|><|message_model|>get_time"
+     '<|content_invoke_tool_json|>{"name": "get_time", "args": {}}<|end_message|>'
+     "<|content_model_end_sampling|>", ""),
+    ("internlm", 'Hi<|action_start|><|plugin|>{"name": "get_time", "parameters": {}}<|action_end|>',
+     ""),
+    ("kimi_k3", "<|open|>response<|sep|>Hi there<|close|>response<|sep|><|open|>tools<|sep|>"
+     '<|open|>call tool="get_time" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+     "<|close|>message<|sep|>", ""),
+    ("kimi_k3", "Hi there<|close|>response<|sep|><|close|>message<|sep|>", ""),
+    ("lfm2", "<|tool_call_start|>[get_weather(city='it's (x)', days=1)]<|tool_call_end|>", ""),
+    ("minicpm5", '<function name="get_weather"><param name="city"><![CDATA[a <b>]]></param>'
+     "</function>", ""),
+    ("muse_glimmer", " to=user<|message|>Hi<|eom|><|start|>assistant to=get_time.get_time"
+     '<|message|><atem:function_calls>\n<atem:invoke name="get_time.get_time">\n</atem:invoke>\n'
+     "</atem:function_calls><|eot|>", ""),
+    ("olmo3", '<function_calls>\nget_weather(city="a", options={"a": null, "b": true})\n'
+     "get_time()\n</function_calls>", ""),
+    ("xlam", f"[{TIME}]", ""),
+    ("xlam", f"<tool_call>[{TIME}]</tool_call>", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "difference"), MORE)
+def test_what_is_beside_calls_is_read_as_by_vllm(name: str, text: str, difference: str) -> None:
+    assert (ours(name, text) == theirs(name, text)) is (difference == "")
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_call_that_is_cut_is_found_if_vllm_finds_it(name: str) -> None:
     """The classes of vLLM drop it, or return it as content or a call; ours stream what there is."""

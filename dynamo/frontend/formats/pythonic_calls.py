@@ -67,7 +67,7 @@ class PythonicCallParser(CallSteps):
         """Take the text held back into the message: nothing follows."""
         if self._message.stopped and self._message.in_call:
             if self._step == self._value:
-                self._message.add_arguments(value_json(self._text))
+                self._message.add_arguments(_argument_json(self._text))
             self._end_call()
         elif self._step == self._value:
             self._message.add_arguments(self._text.strip())
@@ -148,7 +148,7 @@ class PythonicCallParser(CallSteps):
             if len(self._text) <= MAX_HELD:
                 return False
             end = len(self._text)  # too long: a string
-        self._message.add_arguments(value_json(self._take(end)))
+        self._message.add_arguments(_argument_json(self._take(end)))
         if self._text[:1] == ",":
             self._take(1)
         self._step = self._keyword
@@ -192,6 +192,13 @@ class PythonicCallParser(CallSteps):
         return len(text) <= _MAX_NAME and beginning.fullmatch(text) is not None
 
 
+def _argument_json(text: str) -> str:
+    """Return an argument as JSON; one in quotes that is no literal is the text between these."""
+    value, text = value_json(text), text.strip()
+    quoted = len(text) > 1 and text[0] in _IN_STRING and text[0] == text[-1]
+    return json_text(text[1:-1]) if quoted and value == json_text(text) else value
+
+
 class _Expression:
     """Finds the end of an argument: a comma or a bracket that belongs to the call."""
 
@@ -213,9 +220,12 @@ class _Expression:
             if mark is None:
                 self._at = len(text)
                 return -1
+            if self._quote and mark[0] == self._quote and mark.end() == len(text):
+                self._at = mark.start()  # the next character decides
+                return -1
             self._at = mark.end()
             if self._quote:
-                self._in_string(mark[0])
+                self._in_string(mark[0], text)
             elif mark[0] in "\"'":
                 self._quote = mark[0]
             elif mark[0] in "([{":
@@ -226,9 +236,9 @@ class _Expression:
                 self._depth -= 1
         return -1
 
-    def _in_string(self, char: str) -> None:
+    def _in_string(self, char: str, text: str) -> None:
         if char == "\\":
             # The escaped character may be still to come: the search begins behind it.
             self._at += 1
-        else:
+        elif not text[self._at].isalnum():  # else an apostrophe: templates do not escape it
             self._quote = ""

@@ -88,8 +88,8 @@ class ReasoningParser(TextSteps):
     """
 
     __slots__ = (
-        "_again", "_close", "_ends", "_frames", "_inside", "_json_only", "_make_probe", "_marker",
-        "_message", "_open", "_parser", "_probe",
+        "_close", "_ends", "_frames", "_inside", "_json_only", "_make_probe", "_marker",
+        "_message", "_open", "_parser", "_probe", "_rest",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +105,7 @@ class ReasoningParser(TextSteps):
         self._message = message
         opens, closes = zip(*shape.pairs, strict=True)
         self._open = Markers(*opens)
-        self._again = Markers(*(opens if shape.again else ()))
+        self._rest = self._between if shape.again else self._after
         self._close = Markers(*closes)
         self._ends = Markers(*closes, *(() if probe is None else shape.calls))
         self._frames = Markers(*(frame[0] for frame in shape.frames if len(frame) == 1))
@@ -141,7 +141,7 @@ class ReasoningParser(TextSteps):
             self._step = self._first
         else:
             self._text = space + text
-            self._step = self._after
+            self._step = self._rest
         return True
 
     def _first(self) -> bool:
@@ -209,12 +209,18 @@ class ReasoningParser(TextSteps):
         self._take_space()
         if not self._text:
             return False
-        self._step = self._after
+        self._step = self._rest
         return True
 
     def _after(self) -> bool:
-        """After the reasoning: to the next one, if the format may have more."""
-        count, marker = self._again.find(self._text)
+        text, self._text = self._text, ""
+        if text:
+            self._parser.push(text)
+        return False
+
+    def _between(self) -> bool:
+        """After the reasoning, in a format that may have more of it: up to the next."""
+        count, marker = self._open.find(self._text)
         if count:
             self._parser.push(self._take(count))
         if marker and self._message.in_call:

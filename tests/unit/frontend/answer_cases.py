@@ -194,6 +194,11 @@ CASES = (
         ),
     ),
     Case("pythonic", "[get_weather(city=a + b,)]", (("get_weather", '{"city": "a + b"}'),)),
+    Case(
+        "pythonic",
+        "[get_weather(city='it's (x)', days=1), get_time()]",
+        (("get_weather", '{"city": "it\'s (x)", "days": 1}'), TIME),
+    ),
     Case("pythonic", "[1, 2, 3]", content="[1, 2, 3]"),
     Case("pythonic", "[other(city=1)]", content="[other(city=1)]"),
     Case("pythonic", '[get_weather("Paris")]', content='[get_weather("Paris")]'),

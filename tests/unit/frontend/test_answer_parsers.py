@@ -6,7 +6,8 @@ import json
 import re
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,6 +346,20 @@ def test_the_flags_list_the_formats() -> None:
     assert tuple(sorted(REASONING_FORMATS)) == REASONING_PARSERS
     assert set(TOOL_CALL_ALIASES.values()) <= set(TOOL_FORMATS)
     assert set(REASONING_ALIASES.values()) <= set(REASONING_FORMATS)
+
+
+def test_the_page_names_every_format() -> None:
+    page = (Path(__file__).parents[3] / "docs/tools.md").read_text()
+    aliases = {name for name in {**TOOL_CALL_ALIASES, **REASONING_ALIASES} if "-" not in name}
+    named = {*TOOL_CALL_PARSERS, *REASONING_PARSERS, *aliases}
+    assert not [name for name in sorted(named) if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_no_frame_is_the_beginning_of_another(name: str) -> None:
+    """The shorter one would be found first, or the longer one, as the text is cut."""
+    texts = [frame[0] for frame in TOOL_FORMATS[name].frames]
+    assert not [pair for pair in permutations(texts, 2) if pair[0].startswith(pair[1])]
 
 
 def test_complete_arguments_are_json() -> None:
