@@ -187,7 +187,7 @@ class Frontend:
         parts = requests, self.models, self._tasks
         openai, counts = OpenAIRoutes(*parts), PromptCountRoutes(*parts)
         openai.install(routes)
-        InvocationRoutes(requests, self._tasks).install(routes)
+        InvocationRoutes(*parts).install(routes)
         PoolingRoutes(*parts).install(routes)
         TokenizeRoutes(*parts).install(routes)
         if settings.anthropic_api:

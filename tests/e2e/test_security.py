@@ -166,8 +166,12 @@ def test_operators(secured: Secured) -> None:
         assert answers == [401, 403, 503]
     assert ask("GET", "/busy_threshold")[0] == 401
     assert ask("GET", "/busy_threshold", key=user)[0] == 200
-    for path in ("/health", "/live", "/metrics"):
+    for path in ("/health", "/live", "/metrics", "/ping", "/load"):
         assert ask("GET", path)[0] == 200
+    assert ask("POST", "/ping")[0] == 200
+    for path in ("/invocations", "/v1/chat/completions/batch"):
+        assert ask("POST", path, {"model": "tiny"})[0] == 401
+    assert ask("GET", "/version")[0] == 401
     page = ask("GET", "/metrics")[1].decode()
     assert 'dynamo_frontend_api_key_requests_total{key="alice"}' in page
     assert 'dynamo_frontend_http_refused_total{status="401"}' in page

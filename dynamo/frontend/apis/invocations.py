@@ -1,4 +1,4 @@
-"""POST /invocations, SageMaker's only route for requests: the members of the body choose the API.
+"""POST /invocations, SageMaker's only route for requests: body and model choose the API.
 
 The request then takes the path of that API through the table of routes, so the checks, limits,
 metrics and errors are those of the API.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
+from dynamo.protocols.pooling import paths_of_type
 from dynamo.runtime.process.tasks import Tasks
 
 INVOCATIONS_PATH = "/invocations"
@@ -27,8 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class _Members(msgspec.Struct):
-    """The members that only one API has; the others stay undecoded."""
+    """The members that only some APIs have; the others stay undecoded."""
 
+    model: Any = None
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     query: msgspec.Raw = msgspec.Raw()
@@ -38,39 +41,41 @@ class _Members(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
 
-class _ApiMember(NamedTuple):
-    """A member of bodies and the path of the API that has it."""
+class Invocation(NamedTuple):
+    """The model that a body names, if any, and the paths of the APIs that it may be for."""
 
-    member: str
-    path: str
+    model: Any
+    paths: tuple[str, ...]
 
 
-_API_MEMBERS = (
-    _ApiMember("messages", CHAT_PATH),
-    _ApiMember("prompt", COMPLETIONS_PATH),
-    _ApiMember("query", "/v1/rerank"),
-    _ApiMember("queries", "/v1/score"),
-    _ApiMember("text_1", "/v1/score"),
-    _ApiMember("data_1", "/v1/score"),
-    _ApiMember("input", EMBEDDINGS_PATH),
-)
-"""The first that a body has counts."""
+_VECTORS = (EMBEDDINGS_PATH, "/classify", "/pooling")
+_SCORE = ("/v1/score",)
+_API_PATHS = {
+    "messages": (CHAT_PATH, *_VECTORS),
+    "prompt": (COMPLETIONS_PATH,),
+    "query": ("/v1/rerank",),
+    "queries": _SCORE,
+    "text_1": _SCORE,
+    "data_1": _SCORE,
+    "input": _VECTORS,
+}
+"""The APIs that a member of a body stands for: of several, the first that the model has."""
 _ABSENT = (b"", b"null")
 _decode = msgspec.json.Decoder(_Members).decode
 
 
-def api_path(body: bytes) -> str:
-    """Return the path of the API that ``body`` is for. Raises InvalidArgument. O(bytes)."""
+def read_invocation(body: bytes) -> Invocation:
+    """Read what chooses the API. Raises InvalidArgument. O(bytes)."""
     if len(body) > INLINE_BODY_BYTES:
         check_json(body)
     try:
         members = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
-    for member, path in _API_MEMBERS:
+    for member, paths in _API_PATHS.items():
         if bytes(getattr(members, member)) not in _ABSENT:
-            return path
-    expected = ", ".join(f"`{choice.member}` ({choice.path})" for choice in _API_MEMBERS)
+            return Invocation(members.model, paths)
+    expected = ", ".join(f"`{member}` ({paths[0]})" for member, paths in _API_PATHS.items())
     raise InvalidArgument(
         f"Validation: the body of {INVOCATIONS_PATH} has none of the members that choose an API; "
         f"send one of {expected}"
@@ -80,8 +85,9 @@ def api_path(body: bytes) -> str:
 class InvocationRoutes:
     """Passes each request to the route of its API; reads large bodies in a thread."""
 
-    def __init__(self, registry: RequestRegistry, tasks: Tasks) -> None:
+    def __init__(self, registry: RequestRegistry, models: Models, tasks: Tasks) -> None:
         self._registry = registry
+        self._models = models
         self._tasks = tasks
 
     def install(self, routes: Routes) -> None:
@@ -92,7 +98,7 @@ class InvocationRoutes:
                 self._tasks.spawn(self._serve_large(routes, exchange), name="large body")
                 return
             try:
-                exchange.path = api_path(exchange.body)
+                exchange.path = self._path(read_invocation(exchange.body))
             except DynamoError as error:
                 self._registry.hold_or_refuse(exchange, _LABEL, error, "unknown")
                 return
@@ -105,12 +111,12 @@ class InvocationRoutes:
         registry.enter()
         try:
             with registry.off_loop.hold(len(exchange.body)):
-                path = await registry.off_loop.run(api_path, exchange.body)
+                invocation = await registry.off_loop.run(read_invocation, exchange.body)
             if exchange.gone:
                 registry.abandoned(exchange, _LABEL, "unknown", False)
                 return
             # Behind hold(): the route of the API counts the body itself.
-            exchange.path = path
+            exchange.path = self._path(invocation)
             routes(exchange)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, _LABEL, error, "unknown")
@@ -121,3 +127,13 @@ class InvocationRoutes:
             exchange.crashed(error)
         finally:
             registry.leave()
+
+    def _path(self, invocation: Invocation) -> str:
+        """Return the first path that the model has, else the first: its API says what is wrong."""
+        first, *more = invocation.paths
+        if more and isinstance(invocation.model, str):
+            entry = self._models.named(invocation.model)
+            if entry is not None:
+                own = entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]
+                return next((path for path in invocation.paths if path in own), first)
+        return first

@@ -141,7 +141,7 @@ class RelaySite(Site):
         TokenizeRoutes(*of).install(routes)
         if self.embeds:
             PoolingRoutes(*of).install(routes)
-        InvocationRoutes(self.active, self.tasks).install(routes)
+        InvocationRoutes(*of).install(routes)
         relay.install(routes)
         relay.go_first(routes)
         self.routes = routes

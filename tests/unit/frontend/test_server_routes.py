@@ -18,9 +18,14 @@ from dynamo import __version__
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, is_reserved
-from dynamo.frontend.apis.invocations import api_path
+from dynamo.frontend.apis.invocations import Invocation, InvocationRoutes, read_invocation
 from dynamo.http.api_keys import key_line
 from dynamo.protocols.control import ROOT_KEY, RuntimeConfig
+
+
+class PoolingSite(RelaySite):
+    embeds = True
+
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -113,7 +118,8 @@ def test_probes_need_no_key_and_a_version_does(tmp_path: Path) -> None:
     ],
 )
 def test_the_body_chooses_the_api(member: str, path: str) -> None:
-    assert api_path(f'{{"model": "m", {member}}}'.encode()) == path
+    invocation = read_invocation(f'{{"model": "m", {member}}}'.encode())
+    assert (invocation.model, invocation.paths[0]) == ("m", path)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +134,32 @@ def test_the_body_chooses_the_api(member: str, path: str) -> None:
 )
 def test_other_bodies_are_refused(body: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        api_path(body)
+        read_invocation(body)
     assert text in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "paths", "path"),
+    [
+        ({"input": "a"}, {"/v1/embeddings", "/pooling"}, "/v1/embeddings"),
+        ({"input": "a"}, {"/pooling", "/classify"}, "/classify"),
+        ({"input": "a"}, {"/pooling"}, "/pooling"),
+        ({"messages": MESSAGES}, {"/v1/chat/completions", "/pooling"}, "/v1/chat/completions"),
+        ({"messages": MESSAGES}, {"/v1/embeddings"}, "/v1/embeddings"),
+    ],
+)
+async def test_of_several_apis_the_model_chooses(body: Any, paths: set[str], path: str) -> None:
+    site = PoolingSite()
+    site.far.paths = frozenset(paths)
+    site.post({"model": "far", **body}, "/invocations")
+    (stream,) = site.relayed
+    assert stream.request.path == path
+    site.entry.types = frozenset(("Classify", "Pooling"))
+    site.entry.paths = frozenset()
+    routes = InvocationRoutes(site.active, site, site.tasks)  # type: ignore[arg-type]
+    assert routes._path(Invocation("tiny", ("/v1/embeddings", "/classify"))) == "/classify"
+    for name in ("none", None, 3):
+        assert routes._path(Invocation(name, ("/v1/embeddings", "/classify"))) == "/v1/embeddings"
 
 
 async def test_invocations_are_requests_of_their_api() -> None:
