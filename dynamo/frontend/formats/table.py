@@ -203,6 +203,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "</ifm|arg_key>",
             "<ifm|arg_value>",
             trims=False,
+            kind=("<ifm|arg_type>", "</ifm|arg_type>"),
             follows=("<ifm|tool_calls>", "</ifm|tool_calls>"),
         ),
         frames("<ifm|tool_calls>", "</ifm|tool_calls>"),
@@ -369,6 +370,11 @@ REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
         frames=frames("<|plamo:tag|>"),
     ),
     "qwen3": _THINK,
-    "seed_oss": ReasoningShape("<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningShape(
+        "<seed:think>",
+        "</seed:think>",
+        # With a budget of zero the template opens the reasoning with both.
+        others=(("<seed:cot_budget_reflect>", "</seed:think>"),),
+    ),
     "step3": _FORCED,
 }

@@ -38,7 +38,8 @@ class XmlCallShape(NamedTuple):
     ``name_ends``. Where ``function`` opens with "", the name follows ``call`` at once, and the
     first parameter or the end of the call ends it; where ``call`` is "", a function has no tag
     around it. ``value_opens`` is a tag between the name of a parameter and its value, and
-    ``value_closes`` another end of a value. Line breaks around a value are dropped with ``trims``.
+    ``value_closes`` another end of a value. ``kind`` are tags before a value around its type, which
+    the schema has, too. Line breaks around a value are dropped with ``trims``.
     ``typed``: ``string="true"`` or ``type="string"`` behind a name says whether a value is a text.
     ``doubled``: the function ``f`` is called ``f.f``. ``follows`` are frames that may stand
     behind a call. ``tokens`` are special tokens that the tags contain.
@@ -55,12 +56,13 @@ class XmlCallShape(NamedTuple):
     typed: bool = False
     doubled: bool = False
     follows: tuple[str, ...] = ()
+    kind: tuple[str, str] = ("", "")
     tokens: tuple[str, ...] = ()
 
     @property
     def every_marker(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        tags = [*self.call, *self.function, *self.parameter, *self.tokens]
+        tags = [*self.call, *self.function, *self.parameter, *self.kind, *self.tokens]
         tags += self.name_ends, self.tag_ends, self.value_opens
         return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
 
@@ -81,7 +83,7 @@ class _Tags:
     """
 
     __slots__ = (
-        "after", "bare_name_end", "begins", "call_end", "ends", "function", "in_function",
+        "after", "bare_name_end", "begins", "call_end", "ends", "function", "in_function", "kind",
         "name_end", "starts", "value", "value_end",
     )  # fmt: skip
 
@@ -101,6 +103,7 @@ class _Tags:
         self.bare_name_end = Markers(opens, *closes)
         self.in_function = Markers(opens, *ends, *closes, *self.begins, *shape.follows)
         self.name_end = Markers(shape.name_ends, *value_opens, opens, *ends, *closes)
+        self.kind = Markers(*filter(None, shape.kind[:1]))
         self.value = Markers(*value_opens)
         self.value_end = Markers(*ends, opens, *closes)
         between = Markers(*call_end, *self.begins)
@@ -315,8 +318,15 @@ class XmlCallParser(CallSteps):
     def _before_value(self) -> bool:
         """Between the name of a parameter and its value, where a tag separates them."""
         self._take_space()
-        if self._tags.value.may_begin(self._text):
+        if self._tags.value.may_begin(self._text) or self._tags.kind.may_begin(self._text):
             return False
+        if opens := self._tags.kind.leading(self._text):
+            closes = self._shape.kind[1]
+            end = self._text.find(closes, 0, _MAX_NAME + len(closes))
+            if end < 0 and len(self._text) < _MAX_NAME + len(closes):
+                return False
+            self._take(len(opens) if end < 0 else end + len(closes))
+            return True
         self._take(len(self._tags.value.leading(self._text)))
         self._step = self._value
         return True

@@ -495,6 +495,13 @@ CASES = (
     Case("jamba", '<tool_calls>[{"name": "get_time", "arguments": {}}]</tool_calls>', (TIME,)),
     Case("nemotron_deci", '<TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>', (TIME,)),
     Case("phi4", 'functools[{"name": "get_time", "arguments": {}}]', (TIME,)),
+    Case(
+        "k2_horizon",
+        "<ifm|tool_calls><ifm|tool_call>get_weather<ifm|arg_key>days</ifm|arg_key>\n"
+        "<ifm|arg_type>integer</ifm|arg_type>\n<ifm|arg_value>3</ifm|arg_value></ifm|tool_call>"
+        "</ifm|tool_calls>",
+        (("get_weather", '{"days": 3}'),),
+    ),
     Case("phi4", "use functools.partial", content="use functools.partial"),
     *(
         Case(

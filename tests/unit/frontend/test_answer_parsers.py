@@ -209,6 +209,7 @@ def test_reasoning(inside: bool, text: str, reasoning: str | None, content: str)
         ("minimax_append_think", "So.\n</think>\n\nHi", "So.", "Hi"),
         ("minimax_m3", "<mm:think>So.</mm:think>Hi", "So.", "Hi"),
         ("step3", "So.</think>Hi", "So.", "Hi"),
+        ("seed_oss", "<seed:cot_budget_reflect>So.</seed:think>Hi", "So.", "Hi"),
     ],
 )
 def test_reasoning_by_name(name: str, text: str, reasoning: str | None, content: str) -> None:
@@ -329,6 +330,13 @@ def test_the_prompt_decides_where_an_answer_begins(
 ) -> None:
     assert THINK.begins_inside(prompt) is plain
     assert ReasoningShape("<think>", "</think>", forced=True).begins_inside(prompt) is forced
+
+
+def test_a_prompt_may_open_the_reasoning_with_another_tag() -> None:
+    shape = REASONING_FORMATS["seed_oss"]
+    assert shape is not None
+    assert shape.begins_inside("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>")
+    assert not shape.begins_inside("<seed:bos>assistant\n")
 
 
 def test_only_the_first_calls_are_kept() -> None:
