@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json
@@ -129,11 +131,20 @@ class InvocationRoutes:
             registry.leave()
 
     def _path(self, invocation: Invocation) -> str:
-        """Return the first path that the model has, else the first: its API says what is wrong."""
+        """Return the first path that the model has, else the first: its API says what is wrong.
+
+        Without a name in the body, that any model has: the API takes the only one.
+        """
         first, *more = invocation.paths
-        if more and isinstance(invocation.model, str):
+        if not more:
+            return first
+        entries = self._models.entries()
+        if isinstance(invocation.model, str) and invocation.model:
             entry = self._models.named(invocation.model)
-            if entry is not None:
-                own = entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]
-                return next((path for path in invocation.paths if path in own), first)
-        return first
+            entries = [] if entry is None else [entry]
+        own = {path for entry in entries for path in _paths_of(entry)}
+        return next((path for path in invocation.paths if path in own), first)
+
+
+def _paths_of(entry: ModelEntry) -> Collection[str]:
+    return entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]

@@ -12,8 +12,14 @@ from test_parsed_answers import preprocessor as parsing_preprocessor
 from test_request import Site, turn
 from text_kit import outputs
 
+from dynamo.config.frontend import IGNORE, PASS, REFUSE
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.apis.chat.batch import ParsedChatBatchStream, parse_batch, prepare_batch
+from dynamo.frontend.apis.chat.batch import (
+    ParsedChatBatchStream,
+    conversations,
+    parse_batch,
+    prepare_batch,
+)
 from dynamo.frontend.prompt.field_rules import FieldRules
 
 PATH = "/v1/chat/completions/batch"
@@ -63,6 +69,23 @@ async def test_each_conversation_is_a_choice(site: Site) -> None:
     labels = {"endpoint": "chat_completions_batch", "model": "tiny", "status": "success"}
     assert site.sample("dynamo_frontend_requests_total", **labels) == 1
     site.settled()
+
+
+@pytest.mark.parametrize("unknown", [REFUSE, IGNORE, PASS])
+async def test_unknown_fields_are_those_of_a_chat(unknown: str) -> None:
+    """As the setting says: the engine gets what it gets of one conversation."""
+    options = []
+    for path, messages in (
+        (PATH, [conversation("a"), conversation("b")]),
+        ("/v1/chat/completions", conversation("a")),
+    ):
+        site = Site(unknown_fields=unknown)
+        site.post({"model": "tiny", "messages": messages, "odd": 3, "vllm_xargs": {"a": 1}}, path)
+        options.append([stream.request.sampling_options.engine_options for stream in site.streams])
+        site.bench.connection.connection_lost(None)
+    assert options[0] == options[1] * 2
+    assert bool(options[1]) == (unknown != REFUSE)
+    assert (unknown == PASS) == ("odd" in str(options[1]))
 
 
 async def test_log_probabilities_are_those_of_each_choice(site: Site) -> None:
@@ -164,4 +187,4 @@ async def test_a_prompt_that_is_too_long_names_its_conversation(site: Site) -> N
 def test_usual_values_of_what_is_not_supported_pass() -> None:
     fields = {"stream": False, "n": 1, "tools": [], "tool_choice": "none"}
     request = parse_batch(json.dumps(batch(conversation("a"), **fields)).encode())
-    assert [list(messages) for messages in request.conversations()] == [conversation("a")]
+    assert [list(messages) for messages in conversations(request)] == [conversation("a")]

@@ -158,8 +158,11 @@ async def test_of_several_apis_the_model_chooses(body: Any, paths: set[str], pat
     site.entry.paths = frozenset()
     routes = InvocationRoutes(site.active, site, site.tasks)  # type: ignore[arg-type]
     assert routes._path(Invocation("tiny", ("/v1/embeddings", "/classify"))) == "/classify"
-    for name in ("none", None, 3):
-        assert routes._path(Invocation(name, ("/v1/embeddings", "/classify"))) == "/v1/embeddings"
+    assert routes._path(Invocation("none", ("/v1/embeddings", "/classify"))) == "/v1/embeddings"
+    # Without a name that of any model.
+    site.far.paths = frozenset()
+    for name in (None, "", 3):
+        assert routes._path(Invocation(name, ("/v1/embeddings", "/classify"))) == "/classify"
 
 
 async def test_invocations_are_requests_of_their_api() -> None:

@@ -27,7 +27,12 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.http import Exchange
-from dynamo.protocols.openai import CHAT_PATH, ChatCompletionRequest, GenerationRequest
+from dynamo.protocols.openai import (
+    CHAT_PATH,
+    ChatCompletionRequest,
+    GenerationRequest,
+    PassingChatCompletionRequest,
+)
 
 CHAT_BATCH_PATH = f"{CHAT_PATH}/batch"
 _CONVERSATION_BYTES = 2048
@@ -43,12 +48,22 @@ class ChatBatchRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
 
     lengths: list[int] = []  # noqa: RUF012 - msgspec copies it
 
-    def conversations(self) -> Iterable[list[dict[str, Any]]]:
-        """Yield the messages of each conversation."""
-        end = 0
-        for length in self.lengths:
-            end += length
-            yield self.messages[end - length : end]
+
+class PassingChatBatchRequest(PassingChatCompletionRequest, kw_only=True, omit_defaults=True):
+    """As ChatBatchRequest, with the unknown fields of its body, for the engine."""
+
+    lengths: list[int] = []  # noqa: RUF012 - msgspec copies it
+
+
+ChatBatch = ChatBatchRequest | PassingChatBatchRequest
+
+
+def conversations(batch: ChatBatch) -> Iterable[list[dict[str, Any]]]:
+    """Yield the messages of each conversation."""
+    end = 0
+    for length in batch.lengths:
+        end += length
+        yield batch.messages[end - length : end]
 
 
 class PreparedBatch(Prepared, frozen=True):
@@ -57,26 +72,27 @@ class PreparedBatch(Prepared, frozen=True):
     parts: list[Prepared] = []  # noqa: RUF012 - msgspec copies it
 
 
-def parse_batch(body: bytes, *, unknown: str = REFUSE) -> ChatBatchRequest:
+def parse_batch(body: bytes, *, unknown: str = REFUSE) -> ChatBatch:
     """Decode and check a batch, by the rules of a chat. Raises InvalidArgument. O(bytes)."""
     check_json(body)
     try:
         fields = _fields(body)
-        conversations = _conversations(fields.get("messages", msgspec.Raw(b"[]")))
+        entries = _conversations(fields.get("messages", msgspec.Raw(b"[]")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"{DESERIALIZE}{error}; 'messages' of {CHAT_BATCH_PATH} is a list of conversations"
         raise InvalidArgument(text) from None
-    if not 0 < len(conversations) <= MAX_CHOICES:
+    if not 0 < len(entries) <= MAX_CHOICES:
         raise InvalidArgument(
-            f"Validation: 'messages' must have 1 to {MAX_CHOICES} conversations, "
-            f"got {len(conversations)}"
+            f"Validation: 'messages' must have 1 to {MAX_CHOICES} conversations, got {len(entries)}"
         )
     # Alone, so that an error of another field does not name a conversation.
     chat = parse_chat(_encode({**fields, "messages": _ANY}), unknown=unknown)
     _check_single(chat)
-    values = {name: getattr(chat, name) for name in ChatCompletionRequest.__struct_fields__}
-    batch = ChatBatchRequest(**{**values, "messages": []})
-    for number, conversation in enumerate(conversations):
+    values = {name: getattr(chat, name) for name in chat.__struct_fields__}
+    passes = isinstance(chat, PassingChatCompletionRequest)
+    kind: type[ChatBatch] = PassingChatBatchRequest if passes else ChatBatchRequest
+    batch = kind(**{**values, "messages": []})
+    for number, conversation in enumerate(entries):
         alone = _encode({"model": chat.model, "messages": conversation})
         try:
             messages = parse_chat(alone).messages
@@ -113,12 +129,12 @@ def _of(number: int, error: InvalidArgument) -> InvalidArgument:
     return InvalidArgument(f"Conversation {number} of 'messages': {error.message}")
 
 
-def _weigh(batch: ChatBatchRequest, _exchange: Exchange) -> int:
+def _weigh(batch: ChatBatch, _exchange: Exchange) -> int:
     """Count conversations as bytes: many short ones belong in a thread like a long prompt."""
     return _CONVERSATION_BYTES * len(batch.lengths)
 
 
-def prepare_batch(preprocessor: Preprocessor, batch: ChatBatchRequest) -> Prepared:
+def prepare_batch(preprocessor: Preprocessor, batch: ChatBatch) -> Prepared:
     """Prepare each conversation. Raises InvalidArgument."""
     parts = []
     for number, chat in enumerate(_chats(batch)):
@@ -130,7 +146,7 @@ def prepare_batch(preprocessor: Preprocessor, batch: ChatBatchRequest) -> Prepar
 
 
 async def prepare_batch_off_loop(
-    preprocessor: Preprocessor, batch: ChatBatchRequest, threads: OffLoop
+    preprocessor: Preprocessor, batch: ChatBatch, threads: OffLoop
 ) -> Prepared:
     """As :func:`prepare_batch`, in threads, one conversation after another."""
     parts = []
@@ -142,8 +158,8 @@ async def prepare_batch_off_loop(
     return _joined(parts)
 
 
-def _chats(batch: ChatBatchRequest) -> Iterable[ChatBatchRequest]:
-    for messages in batch.conversations():
+def _chats(batch: ChatBatch) -> Iterable[ChatBatch]:
+    for messages in conversations(batch):
         yield msgspec.structs.replace(batch, messages=messages)
 
 
