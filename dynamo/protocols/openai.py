@@ -225,6 +225,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_token_offsets: bool | None = None
     mm_payload: str | None = None
     return_mm_kwargs: bool | None = None
+    return_weight_versions: bool | None = None
 
     @property
     def generated_choices(self) -> int:

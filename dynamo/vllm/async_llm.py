@@ -30,6 +30,7 @@ from dynamo.vllm.engine import EngineInfo, EngineStep, OutputSink, StepStats
 from dynamo.vllm.engine_inputs import (
     CLIENT_ERRORS,
     ParamsBuilder,
+    can_profile,
     failure,
     image_limit,
     image_loader,
@@ -146,9 +147,25 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         await self._llm.wake_up(None if tags is None else list(tags))
 
-    async def reload_weights(self) -> None:
+    async def reload_weights(self, path: str | None = None) -> None:
         """See ``Engine``."""
-        await self._llm.collective_rpc("reload_weights")
+        fields = {} if path is None else {"weights_path": path}
+        await self._llm.collective_rpc("reload_weights", kwargs=fields)
+
+    async def pause(self, keeps: bool, clears: bool) -> None:
+        """See ``Engine``."""
+        await self._llm.pause_generation(mode="keep" if keeps else "wait", clear_cache=clears)
+
+    async def resume(self) -> None:
+        """See ``Engine``."""
+        await self._llm.resume_generation()
+
+    async def profile(self, starts: bool, prefix: str | None) -> None:
+        """See ``Engine``."""
+        if starts:
+            await self._llm.start_profile(profile_prefix=prefix)
+        else:
+            await self._llm.stop_profile()
 
     async def is_sleeping(self) -> bool:
         """See ``Engine``."""
@@ -253,6 +270,7 @@ def _info(config: Any, max_images: int) -> EngineInfo:
         pooling=config.model_config.runner_type == "pooling",
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        can_profile=can_profile(config),
         event_endpoints=_endpoints(config.kv_events_config, "endpoint", ranks),
         replay_endpoints=_endpoints(config.kv_events_config, "replay_endpoint", ranks),
     )

@@ -44,6 +44,7 @@ from dynamo.vllm.engine_inputs import (
     CLIENT_ERRORS,
     ImageInputs,
     ParamsBuilder,
+    can_profile,
     check_context,
     expansions,
     failure,
@@ -60,7 +61,7 @@ from dynamo.vllm.sampling import is_costly
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
 _SIGNAL = re.compile(r"status -(?:2|9|15)\b")  # SIGINT, SIGKILL, SIGTERM: from another process
-_WAIT = "wait"  # running requests finish first
+_WAIT, _KEEP = "wait", "keep"  # running requests finish first, or are held
 log = logging.getLogger(__name__)
 
 
@@ -199,9 +200,22 @@ class CoreEngine:
         if await self._client.wake_up_async(None if tags is None else list(tags)):
             self._metrics.sleeps(0)
 
-    async def reload_weights(self) -> None:
+    async def reload_weights(self, path: str | None = None) -> None:
         """See ``Engine``."""
-        await self._client.collective_rpc_async("reload_weights")
+        fields = {} if path is None else {"weights_path": path}
+        await self._client.collective_rpc_async("reload_weights", kwargs=fields)
+
+    async def pause(self, keeps: bool, clears: bool) -> None:
+        """See ``Engine``."""
+        await self._client.pause_scheduler_async(_KEEP if keeps else _WAIT, clears)
+
+    async def resume(self) -> None:
+        """See ``Engine``."""
+        await self._client.resume_scheduler_async()
+
+    async def profile(self, starts: bool, prefix: str | None) -> None:
+        """See ``Engine``."""
+        await self._client.profile_async(starts, prefix)
 
     async def is_sleeping(self) -> bool:
         """See ``Engine``."""
@@ -397,6 +411,7 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         pooling=config.model_config.runner_type == "pooling",
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        can_profile=can_profile(config),
         event_endpoints={
             # The address is the one that the engine binds: nothing can connect to "*".
             rank: source.endpoint.replace("*", "127.0.0.1")

@@ -32,7 +32,7 @@ class EngineInfo:
     ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
     endpoints of its KV events by rank, empty without prefix caching or events, and
     ``replay_endpoints`` those that send lost ones again. ``max_images`` are those that the model
-    takes in a prompt. ``can_sleep``: its sleep mode is enabled.
+    takes in a prompt. ``can_sleep``, ``can_profile``: its sleep mode, its profiler is enabled.
     """
 
     driver: str
@@ -46,6 +46,7 @@ class EngineInfo:
     pooling: bool = False
     max_images: int = 0
     can_sleep: bool = False
+    can_profile: bool = False
     event_endpoints: dict[int, str] = field(default_factory=dict)
     replay_endpoints: dict[int, str] = field(default_factory=dict)
 
@@ -147,11 +148,21 @@ class Engine(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""
 
-    async def reload_weights(self) -> None:
-        """Read the weights from the model's files again, in place."""
+    async def reload_weights(self, path: str | None = None) -> None:
+        """Read the weights in the directory ``path``, default the model's, in place."""
 
     async def is_sleeping(self) -> bool:
-        """Return whether the engine sleeps."""
+        """Return whether the engine sleeps, or is paused."""
+
+    async def pause(self, keeps: bool, clears: bool) -> None:
+        """Stop between two steps, when the running requests have finished or with them kept;
+        ``clears`` drops the cached blocks."""
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    async def profile(self, starts: bool, prefix: str | None) -> None:
+        """Begin a profile, whose files are named by ``prefix``, or end it."""
 
     async def add_lora(self, name: str, path: str) -> None:
         """Load the adapter in ``path``; requests select it by ``routing.lora_name``."""

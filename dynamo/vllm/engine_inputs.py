@@ -104,6 +104,11 @@ class ImageInputs:
                 ) from None
 
 
+def can_profile(config: Any) -> bool:
+    """Return whether ``--profiler-config`` names a profiler."""
+    return getattr(getattr(config, "profiler_config", None), "profiler", None) is not None
+
+
 def image_limit(mm_processor: Any) -> int:
     """Return how many images a model with this processor takes; 0 without a processor."""
     return int(mm_processor.info.allowed_mm_limits.get("image", 0)) if mm_processor else 0

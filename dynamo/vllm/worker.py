@@ -38,6 +38,7 @@ from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
 from dynamo.vllm.engine import Engine
+from dynamo.vllm.operations import EngineOperations
 from dynamo.vllm.pooling import PoolingService
 from dynamo.vllm.service import VllmService
 from dynamo.worker.engine_control import (
@@ -257,6 +258,7 @@ class VllmWorker:
         self.control = EngineControl(self.endpoint, engine, self._on_cleared)
         self._publishers: list[KvEventPublisher] = []
         self.control.install(runtime)
+        EngineOperations(self.endpoint, engine, self.control).install(runtime)
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises EngineDied if the engine dies."""

@@ -86,7 +86,8 @@ class EngineControl:
     """``POST /engine/sleep``, ``wake_up``, ``is_sleeping`` and ``clear_kv_blocks``, one at a time.
 
     ``on_cleared`` is called when the engine has dropped its cache. Engines publish that only with
-    their next step, so until then the worker's blocks would attract requests.
+    their next step, so until then the worker's blocks would attract requests. Who does more with
+    the engine takes its ``turn``, and sets ``paused`` while it does not compute.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class EngineControl:
     ) -> None:
         self._endpoint = endpoint
         self._engine = engine
-        self._on_cleared = on_cleared
-        self._turn = asyncio.Lock()
+        self.on_cleared = on_cleared
+        self.turn = asyncio.Lock()
+        self.paused = False  # by an operator; vLLM counts it as asleep
         self._discarded = False  # the weights: waking does not bring them back
         self._routes = {
             "sleep": self.sleep,
@@ -154,10 +156,11 @@ class EngineControl:
         until the engine wakes and reads the model's files again. Raises
         InvalidArgument for another level. A failure of the engine registers the worker again.
         """
-        level = _fields(body, "level").get("level", 1)
+        level = members(body, "level").get("level", 1)
         if level not in _LEVELS:
             raise InvalidArgument(f"'level' must be 1 or 2, got {level!r:.40}")
-        async with self._turn:
+        async with self.turn:
+            self._check_runs()
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "the engine sleeps already"}
             try:
@@ -169,50 +172,60 @@ class EngineControl:
             except BaseException:
                 await self._endpoint.register_endpoint_instance()
                 raise
-            self._on_cleared()
+            self.on_cleared()
         log.info("the engine sleeps (level %d); the worker gets no requests", level)
         return {"status": "ok", "message": f"the engine sleeps at level {level}"}
 
     async def wake_up(self, body: Any) -> dict[str, Any]:
         """Restore memory, then register the worker. ``tags`` (weights, kv_cache) restore a part:
         the worker is registered when nothing sleeps any more."""
-        tags = _fields(body, "tags").get("tags")
+        tags = members(body, "tags").get("tags")
         if tags is not None and not (isinstance(tags, list) and set(map(str, tags)) <= {*_TAGS}):
             raise InvalidArgument(f"'tags' must be a list of {', '.join(_TAGS)}, got {tags!r:.80}")
-        async with self._turn:
+        async with self.turn:
+            self._check_runs()
             await self._engine.wake_up(tags)
             if self._discarded and (tags is None or "weights" in tags):
                 await self._engine.reload_weights()
                 self._discarded = False
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "a part of the engine sleeps still"}
-            self._on_cleared()  # of events that the engine sent before its sleep
+            self.on_cleared()  # of events that the engine sent before its sleep
             await self._endpoint.register_endpoint_instance()
         log.info("the engine is awake; the worker gets requests")
         return {"status": "ok", "message": "the engine is awake"}
 
     async def is_sleeping(self, body: Any) -> dict[str, Any]:
         """Return ``{"is_sleeping": bool}``."""
-        return {"is_sleeping": await self._engine.is_sleeping()}
+        return {"is_sleeping": not self.paused and await self._engine.is_sleeping()}
+
+    def _check_runs(self) -> None:
+        if self.paused:
+            raise Unavailable("the engine is paused; resume it first (/engine/resume)")
 
     async def clear_kv_blocks(self, body: Any) -> dict[str, Any]:
         """Drop the engine's prefix cache. Unavailable while requests use its blocks."""
-        async with self._turn:
+        async with self.turn:
             if not await self._engine.reset_prefix_cache():
                 raise Unavailable(
                     "the prefix cache is kept: requests use its blocks; try again when the engine "
                     "is idle"
                 )
-            self._on_cleared()
+            self.on_cleared()
         log.info("the prefix cache of the engine is cleared")
         return {"status": "success", "message": "KV cache cleared"}
 
 
-def _fields(body: Any, name: str) -> dict[str, Any]:
+def members(body: Any, *names: str) -> dict[str, Any]:
     """The members of ``body``; {} without one. Raises InvalidArgument for unknown members."""
     fields = {} if body is None else body
-    if not isinstance(fields, dict) or not fields.keys() <= {name}:
-        raise InvalidArgument(f"the body must be a JSON object with {name!r} alone, or empty")
+    if not isinstance(fields, dict) or not fields.keys() <= set(names):
+        allowed = " and ".join(map(repr, names))
+        raise InvalidArgument(
+            f"the body must be a JSON object with {allowed} alone, or empty"
+            if names
+            else "the body must be empty"
+        )
     return fields
 
 

@@ -203,7 +203,7 @@ def test_log_probabilities_of_named_tokens(
             tops = logprobs["top_logprobs"]
         # vLLM adds the chosen token.
         rows.append([{number: top[f"token_id:{number}"] for number in ids} for top in tops])
-    assert_equal(*rows, path)
+    assert_equal(rows[0], rows[1], path)
 
 
 def test_only_the_log_probabilities_of_a_prompt(

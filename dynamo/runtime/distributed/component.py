@@ -217,14 +217,14 @@ class Endpoint:
         runtime.on_close(client.close)
         return client
 
-    async def unregister_endpoint_instance(self, asleep: bool = False) -> None:
+    async def unregister_endpoint_instance(self, asleep: bool = False, waits: bool = True) -> None:
         """Remove the instance from discovery; clients that have its address may still call it.
 
         ``asleep``: it rejects their new requests until it is registered again, so that they send
-        these elsewhere, and returns when those in flight have ended. An engine that sleeps would
-        keep them until it wakes.
+        these elsewhere, and returns when those in flight have ended, or with ``waits`` false at
+        once. An engine that sleeps would keep them until it wakes.
         """
-        await self.runtime.serving.withdraw(self.path, asleep)
+        await self.runtime.serving.withdraw(self.path, asleep, waits)
 
     async def register_endpoint_instance(self) -> None:
         """Register the instance, served or not yet; again after

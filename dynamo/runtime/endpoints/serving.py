@@ -170,11 +170,11 @@ class Serving:
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
         self.health.set(path[2], not problem)
 
-    async def withdraw(self, path: EndpointPath, asleep: bool = False) -> None:
+    async def withdraw(self, path: EndpointPath, asleep: bool = False, waits: bool = True) -> None:
         """Remove the instance from discovery; clients that have the address may still call it.
 
         Not while it is ``asleep``: then it rejects new requests until it is published again; return
-        when those in flight have ended.
+        when those in flight have ended, or with ``waits`` false at once.
         """
         self.health.set(path[2], False)
         self._published.discard(path)
@@ -182,7 +182,8 @@ class Serving:
         # Published again while the record was deleted: the engine is awake.
         if asleep and path not in self._published:
             self.server.set_asleep("/".join(path), True)
-            await self.server.all_ended("/".join(path))
+            if waits:
+                await self.server.all_ended("/".join(path))
 
     async def remove(self, path: EndpointPath, abort: bool = False) -> None:
         """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent.

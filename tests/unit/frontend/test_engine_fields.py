@@ -268,11 +268,11 @@ def test_reasons_and_fingerprint() -> None:
     body = unary(stream)
     assert body["choices"][0]["stop_reason"] == "!"
     assert body["system_fingerprint"].startswith("dynamo-") and "abc" in body["system_fingerprint"]
-    stream = completion(stream=True)
-    stream.choices[0].push(token("Hi"))
-    raw = stream.flush()
-    stream.choices[0].push(token(" you", finish_reason="length"))
-    *_, last = events(raw + stream.end())
+    text = completion(stream=True)
+    text.choices[0].push(token("Hi"))
+    raw = text.flush()
+    text.choices[0].push(token(" you", finish_reason="length"))
+    *_, last = events(raw + text.end())
     assert last["choices"][0]["stop_reason"] is None and "system_fingerprint" in last
 
 

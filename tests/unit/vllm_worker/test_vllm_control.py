@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +16,7 @@ from dynamo.protocols.control import CLEAR_KV_BLOCKS, EngineCommand
 from dynamo.runtime import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine
+from dynamo.vllm.operations import EngineOperations
 from dynamo.worker.engine_control import EngineControl
 
 
@@ -21,6 +24,7 @@ class Recorder:
     """An engine and an endpoint; ``calls`` has what was asked of both, in order."""
 
     def __init__(self) -> None:
+        self.info = SimpleNamespace(can_profile=True)
         self.calls: list[str] = []
         self.asleep: set[str] = set()
         self.broken = False
@@ -36,11 +40,24 @@ class Recorder:
         self.calls.append("wake up")
         self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
 
-    async def reload_weights(self) -> None:
-        self.calls.append("reload")
+    async def reload_weights(self, path: str | None = None) -> None:
+        self.calls.append("reload" if path is None else f"reload {path}")
+        if self.broken:
+            raise EngineFailure("no such tensor")
 
     async def is_sleeping(self) -> bool:
         return bool(self.asleep)
+
+    async def pause(self, keeps: bool, clears: bool) -> None:
+        self.calls.append(f"pause {'keep' if keeps else 'wait'}")
+        if self.broken:
+            raise EngineFailure("no answer")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def profile(self, starts: bool, prefix: str | None) -> None:
+        self.calls.append(f"profile {starts} {prefix}")
 
     async def reset_prefix_cache(self) -> bool:
         return not self.in_use
@@ -48,9 +65,9 @@ class Recorder:
     def on_cleared(self) -> None:
         self.calls.append("clear")
 
-    async def unregister_endpoint_instance(self, asleep: bool = False) -> None:
+    async def unregister_endpoint_instance(self, asleep: bool = False, waits: bool = True) -> None:
         assert asleep, "an engine that sleeps must get no requests"
-        self.calls.append("leave")
+        self.calls.append("leave" if waits else "leave at once")
 
     async def register_endpoint_instance(self) -> None:
         self.calls.append("return")
@@ -152,3 +169,91 @@ async def test_bad_bodies(body: Any) -> None:
         await control.sleep(body)
     with pytest.raises(InvalidArgument):
         await control.wake_up({"tags": ["all"]} if isinstance(body, dict) else body)
+
+
+def operated() -> tuple[Recorder, EngineControl, EngineOperations]:
+    recorder, control = controlled()
+    stands_for_both: Any = recorder
+    return recorder, control, EngineOperations(stands_for_both, stands_for_both, control)
+
+
+async def test_a_paused_engine_gets_no_requests() -> None:
+    recorder, control, operations = operated()
+    await operations.pause(None)
+    await operations.pause({"mode": "keep"})  # no effect
+    assert recorder.calls == ["leave", "pause wait", "clear"]
+    assert await operations.is_paused(None) == {"is_paused": True}
+    for route in (control.sleep, control.wake_up):
+        with pytest.raises(Unavailable, match="/engine/resume"):
+            await route(None)
+    await operations.resume(None)
+    assert recorder.calls[3:] == ["resume", "return"]
+    recorder.calls.clear()
+    await operations.pause({"mode": "keep", "clear_cache": False})
+    assert recorder.calls == ["leave at once", "pause keep"]
+
+
+async def test_an_engine_that_cannot_be_paused_goes_on() -> None:
+    recorder, control, operations = operated()
+    recorder.broken = True
+    with pytest.raises(EngineFailure, match="no answer"):
+        await operations.pause(None)
+    assert recorder.calls == ["leave", "pause wait", "resume", "return"]
+    assert not control.paused
+
+
+async def test_weights_are_updated_between_requests(tmp_path: Path) -> None:
+    recorder, control, operations = operated()
+    (tmp_path / "model.safetensors").touch()
+    await operations.update_weights({"weights_path": str(tmp_path)})
+    assert recorder.calls == [
+        "leave", "pause wait", "clear", f"reload {tmp_path}", "resume", "return"
+    ]  # fmt: skip
+    recorder.calls.clear()
+    await operations.pause(None)
+    recorder.broken = True
+    with pytest.raises(EngineFailure, match="no such tensor"):
+        await operations.update_weights(None)
+    assert control.paused and recorder.calls == ["leave", "pause wait", "clear", "reload"]
+    recorder.broken = False
+    await operations.update_weights(None)
+    assert recorder.calls[4:] == ["reload", "resume", "return"] and not control.paused
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("pause", {"mode": "abort"}, "'mode' must be wait or keep, got 'abort'"),
+        ("pause", {"clear_cache": 1}, "'clear_cache' must be true or false"),
+        ("pause", {"other": 1}, "'mode' and 'clear_cache' alone"),
+        ("resume", {"a": 1}, "must be empty"),
+        ("update_weights", {"weights_path": "/nowhere"}, "'weights_path' must be a directory"),
+        ("update_weights", {"weights_path": 5}, "'weights_path' must be a directory"),
+        ("start_profile", {"profile_prefix": 5}, "'profile_prefix' must be a text"),
+    ],
+)
+async def test_bodies_of_operations(route: str, body: Any, words: str) -> None:
+    recorder, _, operations = operated()
+    with pytest.raises(InvalidArgument, match=words):
+        await getattr(operations, route)(body)
+    assert recorder.calls == []
+
+
+async def test_an_engine_that_sleeps_is_not_operated() -> None:
+    recorder, control, operations = operated()
+    await control.sleep(None)
+    recorder.calls.clear()
+    for route in (operations.pause, operations.resume, operations.update_weights):
+        with pytest.raises(Unavailable, match="/engine/wake_up"):
+            await route(None)
+    assert recorder.calls == []
+
+
+async def test_profiles_need_a_profiler() -> None:
+    recorder, _, operations = operated()
+    await operations.start_profile({"profile_prefix": "slow"})
+    await operations.stop_profile(None)
+    assert recorder.calls == ["profile True slow", "profile False None"]
+    recorder.info.can_profile = False
+    with pytest.raises(InvalidArgument, match="--profiler-config"):
+        await operations.start_profile(None)
