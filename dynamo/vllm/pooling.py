@@ -39,6 +39,8 @@ _MAX_PRODUCTS = 1 << 22
 _TYPES = "compressed_token_type_ids"
 """vLLM's name of where the tokens of the second text begin."""
 _LEAST = 1e-8
+_FLOAT32 = 4
+_MAX_KEPT_BYTES = 256 << 20
 _MAX_BYTES = 24 << 20
 """Of all vectors of a response, which is one message of at most 32 MiB by default."""
 
@@ -208,29 +210,52 @@ class _PoolingResponse:
 
 class _Scores:
     """Compares vectors as they arrive: the first ``queries`` with the others, one with all of them
-    or each with one. A vector is kept only until the other one of its pair is there."""
+    or each with one. A vector is kept until it has been compared, at most 256 MiB of them."""
 
     def __init__(self, queries: int, compare: Callable[[Any, Any], bytes]) -> None:
         self._queries = queries
         self._compare = compare
-        self._firsts: dict[int, Any] = {}
-        self._waiting: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
+        self._kept_bytes = 0
 
     def add(self, index: int, tensor: Any) -> list[tuple[int, bytes]]:
-        """Return the pairs that are complete now: their numbers and scores."""
-        if index >= self._queries:
-            pair = index - self._queries
-            first = self._firsts.get(0 if self._queries == 1 else pair)
-            if first is None:
-                self._waiting[pair] = tensor
-                return []
-            return [(pair, self._compare(first, tensor))]
-        self._firsts[index] = tensor
-        pairs = list(self._waiting) if self._queries == 1 else [index]
-        waiting = ((pair, self._waiting.pop(pair, None)) for pair in pairs)
-        return [
-            (pair, self._compare(tensor, other)) for pair, other in waiting if other is not None
-        ]
+        """Return the pairs that are complete now: their numbers and scores. InvalidArgument."""
+        queries = self._queries
+        if queries == 1:
+            return self._with_one(index, tensor)
+        pair = index % queries
+        other = index - queries if index >= queries else index + queries
+        if other not in self._kept:
+            self._keep(index, tensor)
+            return []
+        taken = self._taken(other)
+        texts = (tensor, taken) if index < queries else (taken, tensor)
+        return [(pair, self._compare(*texts))]
+
+    def _with_one(self, index: int, tensor: Any) -> list[tuple[int, bytes]]:
+        """As :meth:`add` where the first text, number 0, is compared with all others."""
+        if index == 0:
+            waiting = list(self._kept)
+            self._keep(0, tensor)
+            return [(number - 1, self._compare(tensor, self._taken(number))) for number in waiting]
+        if 0 not in self._kept:
+            self._keep(index, tensor)
+            return []
+        return [(index - 1, self._compare(self._kept[0], tensor))]
+
+    def _keep(self, index: int, tensor: Any) -> None:
+        self._kept[index] = tensor
+        self._kept_bytes += tensor.numel() * _FLOAT32
+        if self._kept_bytes > _MAX_KEPT_BYTES:
+            raise InvalidArgument(
+                f"the vectors that wait to be compared have more than {_MAX_KEPT_BYTES >> 20} MiB; "
+                "send fewer or shorter texts in a request"
+            )
+
+    def _taken(self, index: int) -> Any:
+        tensor = self._kept.pop(index)
+        self._kept_bytes -= tensor.numel() * _FLOAT32
+        return tensor
 
 
 class _Input(OutputSink):

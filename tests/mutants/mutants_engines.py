@@ -122,8 +122,8 @@ ENGINES = (
     Mutant(
         "texts-that-wait-for-the-first-are-forgotten",
         "dynamo.vllm.pooling",
-        "pairs = list(self._waiting) if self._queries == 1 else [index]",
-        "pairs = [index]",
+        "waiting = list(self._kept)",
+        "waiting = list(self._kept)[:0]",
         ("unit/vllm_worker/test_vllm_pooling.py::test_one_text_is_compared_with_all_others",),
     ),
     Mutant(

@@ -11,12 +11,12 @@ from http_bench import Bench
 from relayed_kit import PATHS, RelaySite
 from text_kit import card
 
-from dynamo.errors import ModelNotFound, Overloaded
+from dynamo.errors import Disconnected, ModelNotFound, Overloaded
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.http import Exchange
 from dynamo.http.api_keys import ApiKey, Grants
-from dynamo.protocols.pooling import POOLING_KEY, PoolingFacts
+from dynamo.protocols.pooling import POOLING_KEY, POOLING_PATHS, PoolingFacts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 MESSAGES = "/v1/messages"
@@ -221,6 +221,23 @@ async def test_a_client_that_leaves_ends_the_engines_work(
     for relayed in site.relayed:
         assert relayed.calls == ["kill"]
     assert len(site.streams) + len(site.relayed) == 1
+    site.settled()
+
+
+@pytest.mark.parametrize("path", sorted(POOLING_PATHS))
+async def test_another_worker_gets_the_inputs_of_a_lost_one(site: Entrances, path: str) -> None:
+    bodies = {POOLING_PATHS[name]: body for name, body in GENERATION.items()
+              if name in POOLING_PATHS}  # fmt: skip
+    site.post({"model": "tiny", **bodies[POOLING_PATHS[path]]}, path)
+    site.relayed[0].sink.on_error(Disconnected("killed"))
+    first, second = site.relayed
+    assert first.worker_id != second.worker_id and first.value["token_ids"]
+    assert second.value["token_ids"] == first.value["token_ids"]
+    second.sink.on_error(Disconnected("killed too"))
+    assert site.status == 503
+    labels = {"model": "tiny", "endpoint": POOLING_PATHS[path], "status": "error"}
+    assert site.sample("dynamo_frontend_requests_total", **labels) == 1
+    site.freed = sorted(set(site.freed))
     site.settled()
 
 

@@ -45,6 +45,9 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return (len(self.numbers) // 2, 2)
 
+    def numel(self) -> int:
+        return len(self.numbers)
+
     def norm(self) -> Tensor:
         return Tensor(math.hypot(*self.numbers))
 
@@ -274,3 +277,21 @@ async def test_many_inputs_take_several_turns_of_the_loop(
             await asyncio.sleep(0)
         # None is submitted after the client has gone, and none of the submitted runs on.
         assert len(made.engine.requests) - 50 == len(made.engine.aborted) < 50
+
+
+async def test_vectors_that_wait_to_be_compared_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.vllm.pooling._MAX_KEPT_BYTES", 24)
+    async with deployed(tmp_path, BOTH) as made:
+        sink, _ = made.start([1], [2], [3], [4], [5], [6], [7], [8], queries=4)
+        await made.engine.started(8)
+        for number in (0, 4, 1, 5, 2, 3, 6, 7):  # two at a time, of three that are allowed
+            output(made, number, 1, 0)
+        assert await scores(sink) == [1.0] * 4
+        sink, _ = made.start([1], [2], [3], [4], [5], [6], [7], [8], queries=4)
+        await made.engine.started(16)
+        for number in range(4):
+            output(made, 8 + number, 1, 0)
+        await sink.end()
+        assert "wait to be compared" in str(sink.error) and made.admission.running == 0
