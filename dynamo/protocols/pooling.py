@@ -20,6 +20,8 @@ from dynamo.protocols.openai import (
     EMBEDDINGS_PATH,
     MAX_SALT_CHARACTERS,
     NvExt,
+    Seed,
+    SessionId,
 )
 
 EMBEDDINGS, RERANK, SCORE = "embeddings", "rerank", "score"
@@ -115,6 +117,9 @@ class _PoolingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     use_activation: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
+    priority: Seed | None = None
+    request_id: str | None = None
+    session_id: SessionId | None = None
     cache_salt: _Salt | None = None
     nvext: NvExt | None = None
 

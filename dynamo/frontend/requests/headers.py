@@ -152,6 +152,16 @@ def check_nvext(nvext: NvExt | None, key: ApiKey | None) -> None:
                 raise _forbidden(f"'nvext.routing_constraints.{name}'", key, "routing")
 
 
+def check_wishes(nvext: NvExt | None, priority: int | None, key: ApiKey | None) -> None:
+    """As :func:`check_nvext`, with vLLM's ``priority`` of the request, where low goes first."""
+    check_nvext(nvext, key)
+    if key is None or key.grants is None or priority is None:
+        return
+    if -priority > key.grants.priority:
+        allowed = f"send at least {-key.grants.priority}, or "
+        raise _forbidden(f"'priority' = {shorten(priority)}", key, "priority=N", allowed)
+
+
 def check_fields(
     request: GenerationRequest, key: ApiKey | None, ignores_nvext: bool = False
 ) -> None:
@@ -163,12 +173,7 @@ def check_fields(
     if key is None or key.grants is None:
         return
     if not ignores_nvext:
-        check_nvext(request.nvext, key)
-        if request.priority is not None and -request.priority > key.grants.priority:
-            allowed = f"send at least {-key.grants.priority}, or "
-            raise _forbidden(
-                f"'priority' = {shorten(request.priority)}", key, "priority=N", allowed
-            )
+        check_wishes(request.nvext, request.priority, key)
     # These name the hosts and blocks of other engines.
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(request, name) is not None and not key.grants.routing:

@@ -147,6 +147,25 @@ async def test_a_user_raises_no_priority(site: Entrances, path: str, model: str)
     assert site.status == 403 and b"strict_priority" in site.body and not site.routings
 
 
+@pytest.mark.parametrize("path", sorted(POOLING_PATHS))
+async def test_vllms_priority_and_session_choose_as_nvext_does(path: str) -> None:
+    site = Entrances()
+    body = next(body for name, body in GENERATION.items()
+                if POOLING_PATHS.get(name) == POOLING_PATHS[path])  # fmt: skip
+    site.post({**body, "model": "tiny", "priority": -3, "session_id": "s"}, path)
+    (routing,) = site.routings
+    assert (routing.priority, routing.session_id) == (3, "s")
+    site.leave()
+
+    def as_alice(exchange: Exchange) -> None:
+        exchange.api_key = ApiKey("alice", "user", b"", Grants())
+        site.routes(exchange)
+
+    site.bench = Bench(handler=as_alice)
+    site.post({**body, "model": "tiny", "priority": -3}, path)
+    assert site.status == 403 and b"priority" in site.body and len(site.routings) == 1
+
+
 @pytest.mark.parametrize(("path", "model"), ENTRANCES)
 async def test_tenants_have_their_own_caches(site: Entrances, path: str, model: str) -> None:
     await site.send(path, model, {"x_tenant_id": "T"})

@@ -31,10 +31,10 @@ from dynamo.frontend.apis.relay.request import PoolingWriter, RelayedEngineReque
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, check_engine_value
-from dynamo.frontend.prompt.engine_options import routing_of
+from dynamo.frontend.prompt.engine_options import request_routing
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import BodyDecoder
-from dynamo.frontend.requests.headers import check_nvext, request_id, routed
+from dynamo.frontend.requests.headers import check_wishes, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -182,7 +182,7 @@ class _PoolingCall(NamedTuple):
     api: PoolingApi
     request: ActiveRequest
     model: TokenModel
-    body: AnyPoolingBody
+    body: Any  # one of AnyPoolingBody, whose common fields have the names of other requests
     facts: PoolingFacts
 
     @property
@@ -272,7 +272,7 @@ class PoolingRoutes:
     ) -> _PoolingCall:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         self._registry.release_body(exchange)
-        info = RequestInfo(api.name, *request_id(exchange.headers))
+        info = RequestInfo(api.name, *request_id(exchange.headers, parsed.request_id))
         writer = PoolingWriter()
         request = ActiveRequest(self._registry, exchange, info, loaded.metrics, False, writer)
         return _PoolingCall(api, request, loaded, parsed, facts_of(loaded.card))
@@ -304,9 +304,11 @@ class PoolingRoutes:
             type_one_at=inputs.type_one_at,
         )
         exchange, ignores_nvext = request.exchange, self._registry.settings.disable_nvext
-        nvext = None if ignores_nvext else parsed.nvext
-        check_nvext(nvext, exchange.api_key)
-        routing = routing_of(nvext, loaded.card.lora_name, parsed.cache_salt)
+        if ignores_nvext:
+            parsed.nvext = parsed.priority = parsed.session_id = None
+        nvext = parsed.nvext
+        check_wishes(nvext, parsed.priority, exchange.api_key)
+        routing = request_routing(parsed, loaded.card.lora_name)
         routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
         override = None if nvext is None else nvext.router_config_override
         preprocessed = PreprocessedRequest(
