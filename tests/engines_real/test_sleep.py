@@ -18,9 +18,11 @@ def test_sleep_and_wake_up(ours: EngineDeployment, level: int) -> None:
     body = chat("Good night", model="tiny", max_tokens=4)
     before = ours.post(CHAT, body)["choices"]
     assert ours.control("is_sleeping") == (200, {"is_sleeping": False})
+    assert shown_states(ours) == {"awake"}
     try:
         assert ours.control("sleep", {"level": level})[0] == 200
         assert ours.control("is_sleeping") == (200, {"is_sleeping": True})
+        assert shown_states(ours) == {"weights_offloaded" if level == 1 else "discard_all"}
         ours.until(lambda: instances(ours) == 1, "the worker of tiny has left")
         assert ours.request("POST", CHAT, body)[0] == 503
         assert ours.control("sleep")[0] == 200  # again
@@ -79,3 +81,13 @@ def test_bad_bodies_are_refused(ours: EngineDeployment) -> None:
 def instances(server: EngineDeployment) -> int:
     found = json.loads(server.request("GET", "/health")[2])
     return sum(one["endpoint"] == "generate" for one in found["instances"])
+
+
+def shown_states(server: EngineDeployment) -> set[str]:
+    """The states of sleep in which vLLM's metrics show the engine."""
+    states = ("awake", "weights_offloaded", "discard_all")
+    return {
+        state
+        for state in states
+        if server.engine_sample("vllm:engine_sleep_state", sleep_state=state)
+    }
