@@ -38,7 +38,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bound on an item of a response without log probabilities: its text is parsed on the loop."""
+"""Bound on an item of a response without log probabilities of the prompt: its text is parsed, and
+its log probabilities are written, on the loop."""
 
 _MAX_ITEM_TOKENS = 65_536  # 10 ms on the loop
 _MAX_ITEM_LOGPROBS = 1024  # with five alternatives each, 20 ms
@@ -229,12 +230,10 @@ class InvalidOutput(ValueError):
 
 def decode_output(payload: bytes, request: PreprocessedRequest) -> EngineOutput:
     """Decode an item of the response to ``request``. Raises InvalidOutput."""
-    # Log probabilities make an item larger: their number is bounded instead.
-    if len(payload) > MAX_OUTPUT_BYTES:
-        options = request.output_options
-        if options.logprobs is None and options.prompt_logprobs is None:
-            text = f"{len(payload)} bytes exceed {MAX_OUTPUT_BYTES}; send the output in parts"
-            raise InvalidOutput(text)
+    # Those of a prompt make an item larger: their number is bounded instead, with the request.
+    if len(payload) > MAX_OUTPUT_BYTES and request.output_options.prompt_logprobs is None:
+        text = f"{len(payload)} bytes exceed {MAX_OUTPUT_BYTES}; send the output in parts"
+        raise InvalidOutput(text)
     try:
         return _decode_output(payload)
     except (ValueError, RecursionError) as error:

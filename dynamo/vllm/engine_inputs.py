@@ -210,6 +210,13 @@ PROMPT_LOGPROBS_WITH_ADAPTERS = (
 )
 
 
+NAMED_LOGPROBS_ON_V1 = (
+    "logprob_token_ids is refused by this worker: it uses vLLM's model runner V1, with which other "
+    "requests of the same step would get wrong log probabilities; use top_logprobs, or a worker "
+    "with model runner V2"
+)
+
+
 class ParamsBuilder:
     """Builds sampling parameters; ``loras`` are the loaded adapters by name."""
 
@@ -222,6 +229,8 @@ class ParamsBuilder:
         # With adapters vLLM 0.32 maps the rows of logits as one a request: those of a prompt beside
         # another request end its engine.
         self._prompt_logprobs = config.lora_config is None
+        # vLLM 0.32's V1 runner returns one tensor for all rows of a step: that of the named tokens.
+        self._named_logprobs = bool(getattr(config, "use_v2_model_runner", True))
         self._mapping = SamplingMapping(
             model.get_diff_sampling_param(),
             frozenset([eos] if isinstance(eos, int) else eos or ()),
@@ -243,6 +252,8 @@ class ParamsBuilder:
         if request.output_options.prompt_logprobs is not None and not self._prompt_logprobs:
             raise InvalidArgument(PROMPT_LOGPROBS_WITH_ADAPTERS)
         arguments = self._mapping.arguments(request)
+        if arguments.get("logprob_token_ids") and not self._named_logprobs:
+            raise InvalidArgument(NAMED_LOGPROBS_ON_V1)
         grammar = arguments.get("structured_outputs")
         repetition = arguments.get("repetition_detection")
         bad_words = arguments.pop("bad_words_token_ids", None)

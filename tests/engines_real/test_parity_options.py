@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -183,27 +184,24 @@ def test_ids_and_reasons(path: str, ours: EngineDeployment, vllm_tiny: EngineDep
         assert _streamed_ids(ours, path, body) == _streamed_ids(vllm_tiny, path, body)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_log_probabilities_of_named_tokens(
-    path: str, ours: EngineDeployment, vllm_tiny: EngineDeployment
+def test_named_tokens_are_refused_where_they_harm_others(
+    ours: EngineDeployment, vllm_tiny: EngineDeployment
 ) -> None:
-    ids = [5, 17, 1200]
-    fields = {"logprobs": True if path == CHAT else 1, "logprob_token_ids": ids, "max_tokens": 3}
-    body = {"model": "tiny", "return_tokens_as_token_ids": True, **fields}
-    body |= chat(PROMPT) if path == CHAT else completion(PROMPT)
-    rows = []
-    for server in (ours, vllm_tiny):
-        logprobs = server.post(path, body)["choices"][0]["logprobs"]
-        if path == CHAT:
-            tops = [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                for entry in logprobs["content"]
-            ]
-        else:
-            tops = logprobs["top_logprobs"]
-        # vLLM adds the chosen token.
-        rows.append([{number: top[f"token_id:{number}"] for number in ids} for top in tops])
-    assert_equal(rows[0], rows[1], path)
+    """In one step of vLLM's model runner V1, which the CPU build has, others get wrong values."""
+    named = chat(PROMPT, model="tiny", logprobs=True, logprob_token_ids=[5, 17], max_tokens=40)
+    plain = [
+        chat(text, model="tiny", logprobs=True, top_logprobs=3, max_tokens=40)
+        for text in prompts(6)
+    ]
+    status, _, answer = ours.request("POST", CHAT, named)
+    assert status == 400 and b"model runner V2" in answer
+    alone = [ask(vllm_tiny, CHAT, body) for body in plain]
+    with ThreadPoolExecutor(12) as threads:
+        for _ in plain:
+            threads.submit(vllm_tiny.post, CHAT, named)
+        beside = list(threads.map(lambda body: ask(vllm_tiny, CHAT, body), plain))
+    with pytest.raises(AssertionError):  # a release that mends it makes the refusal needless
+        assert_equal(beside, alone)
 
 
 def test_only_the_log_probabilities_of_a_prompt(

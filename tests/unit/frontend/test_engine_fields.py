@@ -16,8 +16,15 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.headers import check_fields, request_id, routed
 from dynamo.http.api_keys import ApiKey, Grants
+from dynamo.protocols.codec import encode
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.protocols.engine import KV_TRANSFER, EngineOutput, Routing
+from dynamo.protocols.engine import (
+    KV_TRANSFER,
+    EngineOutput,
+    InvalidOutput,
+    Routing,
+    decode_output,
+)
 
 KEY = ApiKey("alice", "user", b"", Grants(priority=5))
 
@@ -383,3 +390,17 @@ def test_reasoning_may_be_left_out(streams: bool) -> None:
         choice = unary(stream)["choices"][0]
         assert choice["message"] == {"role": "assistant", "content": "open", "refusal": None}
         assert choice["logprobs"] is None and choice["token_ids"] == []
+
+
+def test_an_item_of_many_alternatives_is_refused() -> None:
+    """Writing 1,024 tokens with 128 alternatives each would hold the event loop for 180 ms."""
+    top = [{"token_id": number, "logprob": -1.5, "rank": number} for number in range(128)]
+    for count, fits in ((180, True), (1024, False)):
+        output = token("a", log_probs=[-0.5] * count, top_logprobs=[top] * count)
+        output.token_ids = [1] * count
+        request = prepared(logprobs=128).requests[0]
+        if fits:
+            assert len(decode_output(encode(output), request).token_ids) == count
+        else:
+            with pytest.raises(InvalidOutput, match="send the output in parts"):
+                decode_output(encode(output), request)

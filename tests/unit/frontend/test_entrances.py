@@ -278,3 +278,29 @@ async def test_the_worker_of_another_server_gets_the_rank(site: Entrances) -> No
 async def test_only_workers_of_tokens_say_where_a_prompt_would_go(site: Entrances) -> None:
     await site.send(PATHS[0], "far", nvext={"annotations": ["query_instance_id:"]})
     assert site.status == 400 and b"/v1/route" in site.body and not site.relayed
+
+
+@pytest.mark.parametrize("path", [*GENERATION, *COUNTS])
+@pytest.mark.parametrize("model", ["tiny", "far"])
+async def test_the_only_model_need_not_be_named(site: Entrances, path: str, model: str) -> None:
+    if model == "tiny":
+        site.entry.types = frozenset(
+            ("Chat", "Completions", "Embedding", "Rerank", "Classify", "Pooling")
+        )
+    entry = site.entry if model == "tiny" else site.far
+    site.entries = lambda: [entry]  # type: ignore[method-assign]
+    site.post({**GENERATION, **COUNTS}[path], path)
+    await site.tried()
+    if path in COUNTS and model == "tiny":
+        assert site.status == 200, site.answer
+        return
+    assert site.streams or site.relayed or site.status == 200, site.answer
+    site.leave()
+
+
+@pytest.mark.parametrize("path", [*GENERATION, "/v1/messages/count_tokens", "/v1/route"])
+async def test_of_several_models_one_has_to_be_named(site: Entrances, path: str) -> None:
+    site.entry.types = frozenset()
+    site.post({**GENERATION, **COUNTS}[path], path)
+    await site.tried()
+    assert site.status == 400 and b"model" in site.body, site.answer

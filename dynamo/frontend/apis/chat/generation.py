@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.errors import DynamoError, InvalidArgument, Overloaded, shorten
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded, shorten
 from dynamo.frontend.answer.completions import ChatStream, CompletionStream
 from dynamo.frontend.answer.events import ParsedChatStream
 from dynamo.frontend.answer.generation import GenerationStream
@@ -90,12 +90,16 @@ def is_chat(body: bytes) -> bool:
 def requested_model(models: Models, request: Any, model_type: str) -> str:
     """Return the model of a request; one without it gets the only model of ``model_type``.
 
-    Raises InvalidArgument if there are several. Adapters are no models of their own here.
+    Raises InvalidArgument if there are several, NoInstances before the first. Adapters are no
+    models of their own here.
     """
     if not request.model:
+        entries = models.entries()
+        if not entries:
+            raise NoInstances  # the first model may come
         names = [
             entry.name
-            for entry in models.entries()
+            for entry in entries
             if model_type in entry.types and entry.card.lora_name is None
         ]
         if len(names) != 1:

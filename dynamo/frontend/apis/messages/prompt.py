@@ -59,7 +59,7 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PromptBody(msgspec.Struct, kw_only=True):
     """Body of POST /v1/messages/count_tokens: what makes the prompt."""
 
-    model: str
+    model: str = ""
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None

@@ -349,6 +349,7 @@ class ResponsesStream(EventStream):
             "error": None,
             "incomplete_details": None,
             **self._origin.echo,
+            "model": self._model,
             "output": self._output.items,
             "usage": self._usage_json() if done else None,
         }
