@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings, checked_origins
+from dynamo.frontend.apis.operator.adapters import LOAD_PATH, UNLOAD_PATH
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.ui.route import OPEN_UI_PATHS, OPERATOR_UI_ROUTES
 from dynamo.http.access import Access, OperatorGuard
@@ -28,6 +29,8 @@ _OPERATOR_ROUTES = {
     "/v1/requests/": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
     f"/{CLEAR_KV_BLOCKS}": ("POST",),
+    LOAD_PATH: ("POST",),
+    UNLOAD_PATH: ("POST",),
 }
 _SHARED_ROUTES = {"/v1/planner": ("GET", "HEAD", "POST")}
 """Routes of operators that the web page calls, too."""

@@ -30,6 +30,7 @@ from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.invocations import InvocationRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
+from dynamo.frontend.apis.operator.adapters import AdapterRoutes
 from dynamo.frontend.apis.operator.cache import CacheRoutes
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.planner import PlannerRoutes
@@ -209,6 +210,7 @@ class Frontend:
         RecordRoutes(requests, models, tasks).install(routes)
         PlannerRoutes(self._runtime, tasks, status).install(routes)
         CacheRoutes(self._runtime, models, tasks, status).install(routes)
+        AdapterRoutes(self._runtime, models, tasks, status).install(routes)
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
         page_guard = operator_guard(self._settings, own_pages=self._settings.serves_ui)

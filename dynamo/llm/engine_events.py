@@ -51,6 +51,9 @@ _TIER_OF = {
 }
 _decode = msgspec.msgpack.Decoder().decode
 _YEAR_2001_S = 1e9  # smaller numbers are of another clock
+LORA_VERSION = "\x1f"
+"""In an adapter's name, before what our engines add to it so that other weights get other blocks.
+No name of a model has it."""
 MAX_RANKS = 1024
 MAX_GROUPS = 64
 """Of data-parallel ranks and of groups of layers: above, an event is malformed."""
@@ -182,7 +185,7 @@ def _event(raw: Any) -> EngineEvent | None:
         None if parent is None else _hash(parent),
         _require("token_ids", event["token_ids"], list | None) or [],
         _require("block_size", event["block_size"], int),
-        lora_name,
+        None if lora_name is None else lora_name.partition(LORA_VERSION)[0],
         tier,
         group,
         _require("kv_cache_spec_kind", event.get("kv_cache_spec_kind"), str | None),

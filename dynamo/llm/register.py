@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -246,7 +247,12 @@ def encode_card(card: ModelCard) -> bytes:
 def card_key(endpoint: Endpoint, lora_name: str | None) -> str:
     """Return the discovery key of the card of this process, or of its adapter ``lora_name``."""
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
-    return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
+    if not lora_name:
+        return f"{MODEL_CARDS}{tail}"
+    slug = slug_of(lora_name)
+    if slug != lora_name:  # other names have the same slug
+        slug = f"{slug}-{zlib.crc32(lora_name.encode()):08x}"
+    return f"{MODEL_CARDS}{tail}/{slug}"
 
 
 def _worker_type(model_type: ModelType) -> WorkerType:

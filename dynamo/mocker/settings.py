@@ -103,6 +103,7 @@ class MockerSettings:
     wake_time_s: float = flag(
         0.0, "--wake-time", minimum=0, help="simulated seconds of waking the engine"
     )
+    max_lora_rank: int = flag(16, minimum=1, help="largest rank of a LoRA adapter")
     engine_type: str = flag(
         "vllm", choices=("vllm", "sglang", "trtllm"), help="engine whose default block size is used"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +22,7 @@ from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 from dynamo.llm.answer_formats import format_name
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
-from dynamo.llm.register import register_model
+from dynamo.llm.register import register_model, unregister_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.mocker.arguments import event_ports
 from dynamo.mocker.blocks import CacheChange
@@ -37,11 +39,13 @@ from dynamo.mocker.replies import (
 from dynamo.mocker.settings import MockerSettings
 from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.control import RuntimeConfig
+from dynamo.protocols.control import ROOT_KEY, RuntimeConfig
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
+from dynamo.worker.adapter_record import CONFIG, AdapterRecord
+from dynamo.worker.adapters import Adapters
 from dynamo.worker.engine_control import EngineControl, health_check_payload
 from dynamo.worker.publish import (
     KvEventSender,
@@ -160,11 +164,15 @@ def _prompt_of(request: PreprocessedRequest) -> tuple[Tokens, int]:
     return ids[: len(ids) - sent], sent
 
 
-class SimulatedSleep:
-    """A :class:`SleepingEngine` over the ranks of a worker; waking takes ``wake_s`` seconds."""
+class SimulatedEngine:
+    """A :class:`ControlledEngine` over the ranks of a worker.
 
-    def __init__(self, ranks: Sequence[EngineRank], wake_s: float) -> None:
+    Waking takes ``wake_s`` seconds; adapters have a rank of at most ``max_lora_rank``.
+    """
+
+    def __init__(self, ranks: Sequence[EngineRank], wake_s: float, max_lora_rank: int = 16) -> None:
         self._ranks = ranks
+        self._max_lora_rank = max_lora_rank
         self._wake_s = wake_s
         self._asleep = False
 
@@ -188,6 +196,29 @@ class SimulatedSleep:
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
         return self._asleep
+
+    async def load_lora(self, name: str, path: str, version: str) -> object:
+        """Check the rank of the adapter, and take its directory for weights."""
+        try:
+            rank = json.loads(Path(path, CONFIG).read_text(encoding="utf-8"))["r"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidArgument(f"{path}/{CONFIG} has no rank 'r': {error}") from None
+        if rank > self._max_lora_rank:
+            raise InvalidArgument(
+                f"LoRA rank {rank} is greater than max_lora_rank {self._max_lora_rank}."
+            )
+        return path
+
+    def use_lora(self, name: str, weights: object | None) -> frozenset[str]:
+        """Do nothing: a reply does not depend on an adapter."""
+        return frozenset()
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        """Return False: nothing waits for the weights."""
+        return False
+
+    async def remove_lora(self, weights: object) -> None:
+        """Do nothing."""
 
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
@@ -289,9 +320,18 @@ class MockerWorker:
         admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
-        engine = SimulatedSleep(self.ranks, plan.mocker.wake_time_s)
+        engine = SimulatedEngine(self.ranks, plan.mocker.wake_time_s, plan.mocker.max_lora_rank)
+        self.adapters = Adapters(
+            engine,
+            plan.model_name,
+            {},
+            AdapterRecord(runtime.settings, plan.model_name),
+            None,
+            self._register,
+            partial(unregister_model, self.endpoint),
+        )
         # A rank publishes at once that it has cleared its cache.
-        self.control = EngineControl(self.endpoint, engine, lambda: None)
+        self.control = EngineControl(self.endpoint, engine, lambda: None, self.adapters)
         self.control.install(runtime, plan.mocker.enable_sleep_mode)
         self.service = MockerService(
             self.ranks, admission, plan.mocker.reply, plan.script, plan.mocker.fatal_seed
@@ -305,16 +345,19 @@ class MockerWorker:
             await connect_load(self.endpoint, self.load)
             if self.plan.mocker.startup_time_s:
                 show_load_time(self.endpoint, self.plan.model_name, self.plan.mocker.startup_time_s)
+            await self.adapters.start()
             await self.control.connect(self.plan.mocker.enable_sleep_mode)
             await self._register()
+            await self.adapters.publish()
+            following = group.create_task(self.adapters.run())
             await self.endpoint.serve_push(
                 self.service.handle,
                 metrics_labels=(("model", self.plan.model_name),),
                 health_check_payload=health_check_payload(self.plan.model_name),
             )
             # Drained: the group waits for its tasks, and these never end by themselves.
-            for rank in ranks:
-                rank.cancel()
+            for task in (following, *ranks):
+                task.cancel()
 
     def _record(self, dp_rank: int, changes: list[CacheChange]) -> None:
         """Publish what a rank has stored and removed."""
@@ -333,14 +376,17 @@ class MockerWorker:
             self.endpoint.runtime.serving.abort()
             raise
 
-    async def _register(self) -> None:
+    async def _register(self, lora_name: str | None = None, root: str | None = None) -> None:
+        """Store the card of the model, or of the adapter in the directory ``root``."""
         plan = self.plan
         await register_model(
             ModelInput.Tokens,
             plan.model_type,
             self.endpoint,
             str(plan.model.path),
-            plan.model_name,
+            lora_name or plan.model_name,
+            lora_name=lora_name,
+            base_model_path=lora_name and str(plan.model.path),
             worker_type=_WORKER_TYPES[plan.mocker.disaggregation_mode],
             context_length=plan.context_length,
             kv_cache_block_size=plan.shape.block_size,
@@ -355,6 +401,7 @@ class MockerWorker:
                 taints=list(plan.mocker.taints),
                 tool_call_parser=format_name(plan.settings.tool_call_parser),
                 reasoning_parser=format_name(plan.settings.reasoning_parser),
+                runtime_data={} if root is None else {ROOT_KEY: root},
             ),
         )
 

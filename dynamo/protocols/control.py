@@ -18,6 +18,9 @@ ENGINE_CONTROL = "engine_control"
 CLEAR_KV_BLOCKS = "clear_kv_blocks"
 """Endpoint, of the workers' component, that drops a prefix cache; Dynamo's name."""
 
+LORA_ADAPTERS = "lora_adapters"
+"""Endpoint, of the workers' component, that loads and unloads adapters: :class:`EngineCommand`."""
+
 PLANNER = "planner"
 """Component of a running planner, in its namespace."""
 
@@ -127,7 +130,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
 
 
 class EngineCommand(msgspec.Struct, omit_defaults=True):
-    """A command: ``route`` is sleep, wake_up or is_sleeping, ``body`` that of ``/engine/…``."""
+    """A command: ``route`` and ``body`` are those of ``/engine/…``."""
 
     route: str
     body: dict[str, Any] | None = None

@@ -146,6 +146,9 @@ def _reasoning_parser(argv: Sequence[str]) -> str | None:
 
 def check(arguments: VllmArguments) -> None:
     """Raise ConfigError for options of ours that contradict each other."""
+    directory = arguments.vllm.lora_dir
+    if directory is not None and not expanded(directory).is_dir():
+        raise ConfigError(f"--lora-dir {directory}: no such directory; create it first")
     addresses = arguments.vllm.core_addresses
     if addresses and len(addresses) != 2:
         raise ConfigError(

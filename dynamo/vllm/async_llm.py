@@ -36,6 +36,7 @@ from dynamo.vllm.engine_inputs import (
     image_loader,
     in_input_thread,
     load_images,
+    lora_problem,
     priority,
 )
 from dynamo.vllm.metrics import vllm_page
@@ -171,11 +172,29 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         return bool(await self._llm.is_sleeping())
 
-    async def add_lora(self, name: str, path: str) -> None:
-        """See ``Engine``."""
-        adapter = self._params.new_lora(name, path)
-        await self._llm.add_lora(adapter)
-        self._params.loras[name] = adapter
+    async def load_lora(self, name: str, path: str, version: str) -> object:
+        """See ``ControlledEngine``."""
+        adapter = self._params.new_lora(name, path, version)
+        try:
+            await self._llm.add_lora(adapter)
+        except EngineDeadError:
+            raise EngineDied("the vLLM engine died") from None
+        except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
+            raise InvalidArgument(lora_problem(name, path, error)) from None
+        return adapter
+
+    def use_lora(self, name: str, weights: Any) -> frozenset[str]:
+        """See ``ControlledEngine``. The requests are those of all adapters and of the model."""
+        self._params.use_lora(name, weights)
+        return frozenset(self._running)
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        """See ``ControlledEngine``."""
+        return not requests.isdisjoint(self._running)
+
+    async def remove_lora(self, weights: Any) -> None:
+        """See ``ControlledEngine``."""
+        await self._llm.remove_lora(weights.adapter_id)
 
     async def pooling_facts(self) -> PoolingFacts:
         """See ``Engine``. Nothing is asked: :meth:`submit` refuses every request."""

@@ -34,7 +34,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import IterationStats
 from vllm.version import __version__
 
-from dynamo.errors import DynamoError, EngineDied, EngineFailure, EngineKilled, InvalidArgument
+from dynamo.errors import DynamoError, EngineDied, EngineKilled, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.pooling import PoolingFacts
 from dynamo.runtime.process.tasks import Tasks
@@ -50,6 +50,7 @@ from dynamo.vllm.engine_inputs import (
     failure,
     image_limit,
     in_input_thread,
+    lora_problem,
     priority,
 )
 from dynamo.vllm.metrics import EngineMetrics, RunningRequest
@@ -221,16 +222,29 @@ class CoreEngine:
         """See ``Engine``."""
         return bool(await self._client.is_sleeping_async())
 
-    async def add_lora(self, name: str, path: str) -> None:
-        """See ``Engine``. Raises EngineFailure if vLLM cannot load it."""
-        adapter = self._params.new_lora(name, path)
+    async def load_lora(self, name: str, path: str, version: str) -> object:
+        """See ``ControlledEngine``."""
+        adapter = self._params.new_lora(name, path, version)
         try:
             await self._client.add_lora_async(adapter)
+        except EngineDeadError:
+            raise EngineDied("the vLLM engine died") from None
         except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
-            raise EngineFailure(
-                f"the adapter {name!r} in {path} cannot be loaded: {error}"
-            ) from None
-        self._params.loras[name] = adapter
+            raise InvalidArgument(lora_problem(name, path, error)) from None
+        return adapter
+
+    def use_lora(self, name: str, weights: Any) -> frozenset[str]:
+        """See ``ControlledEngine``."""
+        self._params.use_lora(name, weights)
+        return frozenset(number for number, of in self._running.items() if of.lora == name)
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        """See ``ControlledEngine``."""
+        return not requests.isdisjoint(self._running)
+
+    async def remove_lora(self, weights: Any) -> None:
+        """See ``ControlledEngine``."""
+        await self._client.remove_lora_async(weights.adapter_id)
 
     async def pooling_facts(self) -> PoolingFacts:
         """See ``Engine``."""

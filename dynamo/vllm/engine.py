@@ -164,8 +164,17 @@ class Engine(Protocol):
     async def profile(self, starts: bool, prefix: str | None) -> None:
         """Begin a profile, whose files are named by ``prefix``, or end it."""
 
-    async def add_lora(self, name: str, path: str) -> None:
-        """Load the adapter in ``path``; requests select it by ``routing.lora_name``."""
+    async def load_lora(self, name: str, path: str, version: str) -> object:
+        """See ``ControlledEngine``; requests select an adapter by ``routing.lora_name``."""
+
+    def use_lora(self, name: str, weights: object | None) -> frozenset[str]:
+        """See ``ControlledEngine``."""
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        """See ``ControlledEngine``."""
+
+    async def remove_lora(self, weights: object) -> None:
+        """See ``ControlledEngine``."""
 
     async def pooling_facts(self) -> PoolingFacts:
         """Ask a pooling engine what it computes. Raises ConfigError for what is not served."""

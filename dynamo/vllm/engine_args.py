@@ -35,7 +35,8 @@ def engine_config(arguments: VllmArguments, model_path: str, name: str) -> Any:
     try:
         args = AsyncEngineArgs.from_cli_args(parsed)
         _set_defaults(args, arguments.vllm.disaggregation_mode)
-        args.enable_lora = args.enable_lora or bool(arguments.vllm.lora_modules)
+        adapters = arguments.vllm.lora_modules or arguments.vllm.lora_dir
+        args.enable_lora = args.enable_lora or bool(adapters)
         # The context chooses the defaults of max-num-seqs: the same as in `vllm serve`.
         return args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, NotImplementedError) as error:

@@ -33,6 +33,7 @@ from vllm.sampling_params import (
 )
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.llm.engine_events import LORA_VERSION
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
@@ -223,12 +224,14 @@ class ParamsBuilder:
     def __init__(self, config: Any, worker_id: int, prefill_only: bool = False) -> None:
         model = config.model_config
         self.loras: dict[str, LoRARequest] = {}
+        self._lora_ids = itertools.count(1)  # vLLM refuses the id 0
+        self._takes_loras = config.lora_config is not None
         self._numbers = itertools.count()
         self._prefix = f"{worker_id:x}-"
         eos = model.try_get_generation_config().get("eos_token_id")
         # With adapters vLLM 0.32 maps the rows of logits as one a request: those of a prompt beside
         # another request end its engine.
-        self._prompt_logprobs = config.lora_config is None
+        self._prompt_logprobs = not self._takes_loras
         # vLLM 0.32's V1 runner returns one tensor for all rows of a step: that of the named tokens.
         self._named_logprobs = bool(getattr(config, "use_v2_model_runner", True))
         self._mapping = SamplingMapping(
@@ -271,10 +274,26 @@ class ParamsBuilder:
             params._bad_words_token_ids = bad_words  # vLLM makes them of texts alone
         return params
 
-    def new_lora(self, name: str, path: str) -> LoRARequest:
-        """Return a request to load the adapter in ``path``; ids count from 1."""
-        # + 1: vLLM refuses the id 0.
-        return LoRARequest(name, len(self.loras) + 1, path)
+    def new_lora(self, name: str, path: str, version: str) -> LoRARequest:
+        """Return a request to load the adapter in ``path``, with an id that none had before.
+
+        Raises InvalidArgument if the engine takes no adapters.
+        """
+        if not self._takes_loras:
+            raise InvalidArgument(
+                "this worker takes no LoRA adapters: start it with --enable-lora, and "
+                "--max-lora-rank for adapters of a rank above 16"
+            )
+        # vLLM's cached blocks are those of a name and a path: other files need another name.
+        cache_name = f"{name}{LORA_VERSION}{version}" if version else name
+        return LoRARequest(cache_name, next(self._lora_ids), path)
+
+    def use_lora(self, name: str, adapter: LoRARequest | None) -> None:
+        """Compute later requests for ``name`` with ``adapter``, None: reject them."""
+        if adapter is None:
+            self.loras.pop(name, None)
+        else:
+            self.loras[name] = adapter
 
     def lora(self, routing: Routing | None) -> LoRARequest | None:
         """Return the adapter that the request names. Raises InvalidArgument: it is not loaded."""
@@ -284,6 +303,12 @@ class ParamsBuilder:
         if name not in self.loras:
             raise InvalidArgument(f"the adapter {name!r} is not loaded in this worker")
         return self.loras[name]
+
+
+def lora_problem(name: str, path: str, error: Exception) -> str:
+    """Return why vLLM cannot load an adapter, with its text."""
+    text = str(error) or type(error).__name__
+    return f"the adapter {name!r} in {path} cannot be loaded: {text}"
 
 
 def priority(routing: Routing | None) -> int:

@@ -40,6 +40,12 @@ class VllmSettings:
         metavar="NAME=DIRECTORY",
         help="LoRA adapters, each a model with its name in the API; turns --enable-lora on",
     )
+    lora_dir: str | None = flag(
+        None,
+        metavar="DIRECTORY",
+        help="each subdirectory with an adapter is a model of its name; those that come and go are "
+        "loaded and unloaded; turns --enable-lora on",
+    )
     use_async_llm: bool = option(
         False,
         env="DYN_VLLM_USE_ASYNC_LLM",

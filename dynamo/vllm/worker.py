@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ from dynamo.errors import ConfigError, EngineDied, EngineFailure, EngineKilled
 from dynamo.llm.answer_formats import choose_formats
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
-from dynamo.llm.register import register_model
+from dynamo.llm.register import register_model, unregister_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.control import MAX_IMAGES_KEY, ROOT_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.protocols.pooling import POOLING_KEY, PoolingFacts
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
+from dynamo.runtime.process.paths import (
+    expanded,
+    private_dir,
+    socket_dirs,
+    socket_path,
+)
 from dynamo.runtime.process.sockets import (
     StaleSockets,
     engine_directory_name,
@@ -41,6 +47,8 @@ from dynamo.vllm.engine import Engine
 from dynamo.vllm.operations import EngineOperations
 from dynamo.vllm.pooling import PoolingService
 from dynamo.vllm.service import VllmService
+from dynamo.worker.adapter_record import AdapterRecord
+from dynamo.worker.adapters import Adapters
 from dynamo.worker.engine_control import (
     EngineControl,
     ProcessWatch,
@@ -255,7 +263,17 @@ class VllmWorker:
             if pooling is None
             else PoolingService(*parts, pooling)
         )
-        self.control = EngineControl(self.endpoint, engine, self._on_cleared)
+        directory = plan.arguments.vllm.lora_dir
+        self.adapters = Adapters(
+            engine,
+            plan.model_name,
+            plan.loras,
+            AdapterRecord(runtime.settings, plan.model_name),
+            None if directory is None else expanded(directory).resolve(),
+            self._register,
+            partial(unregister_model, self.endpoint),
+        )
+        self.control = EngineControl(self.endpoint, engine, self._on_cleared, self.adapters)
         self._publishers: list[KvEventPublisher] = []
         self.control.install(runtime)
         EngineOperations(self.endpoint, engine, self.control).install(runtime)
@@ -273,11 +291,11 @@ class VllmWorker:
             # Before the cards: a router that finds the worker queries its blocks at once.
             self._relay_events()
             await connect_load(self.endpoint, self.load)
-            for name, path in plan.loras.items():
-                await self.engine.add_lora(name, path)
+            await self.adapters.start()
             await self.control.connect(self.engine.info.can_sleep)
-            for lora_name in (None, *plan.loras):
-                await self._register(lora_name)
+            await self._register()
+            await self.adapters.publish()
+            following = group.create_task(self.adapters.run())
             # A pooling engine generates no tokens, so it cannot answer the health check.
             check = None if self.pooling is not None else health_check_payload(plan.model_name)
             await self.endpoint.serve_push(
@@ -285,7 +303,8 @@ class VllmWorker:
                 metrics_labels=(("model", plan.model_name),),
                 health_check_payload=check,
             )
-            # Drained: the group waits for its tasks, and these two never end by themselves.
+            # Drained: the group waits for its tasks, and these never end by themselves.
+            following.cancel()
             watch.cancel()
             running.cancel()
 
@@ -317,10 +336,11 @@ class VllmWorker:
             for publisher in self._publishers:
                 publisher.publish_all_cleared()
 
-    async def _register(self, lora_name: str | None = None) -> None:
-        """Store the card of the model, or of an adapter, which is a model over the same weights."""
+    async def _register(self, lora_name: str | None = None, root: str | None = None) -> None:
+        """Store the card of the model, or of an adapter, which is a model over the same weights;
+        ``root`` is the adapter's directory."""
         plan, info = self.plan, self.engine.info
-        root = plan.arguments.worker.model_path if lora_name is None else plan.loras[lora_name]
+        root = root or plan.arguments.worker.model_path
         await register_model(
             ModelInput.Tokens,
             plan.model_type if self.pooling is None else _pooling_types(self.pooling),

@@ -18,15 +18,22 @@ import msgspec
 from dynamo.errors import ConfigError, DynamoError, EngineFailure, InvalidArgument, Unavailable
 from dynamo.health_check import HealthCheckPayload
 from dynamo.protocols import codec
-from dynamo.protocols.control import CLEAR_KV_BLOCKS, ENGINE_CONTROL, EngineCommand
+from dynamo.protocols.control import (
+    CLEAR_KV_BLOCKS,
+    ENGINE_CONTROL,
+    LORA_ADAPTERS,
+    EngineCommand,
+)
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.runtime.requests.stream import ServerStream
+from dynamo.worker.adapters import Adapters
 from dynamo.worker.tree_guard import Process, cpu_ticks, descendants, process_state
 
 _decode = codec.decoder(EngineCommand).decode
 _LEVELS = (1, 2)
+_SLEEP_ROUTES = ("sleep", "wake_up", "is_sleeping")
 _TAGS = ("weights", "kv_cache")
 _LOOK_S = 0.02  # a worker that was stopped reads in this time that its caller has gone
 log = logging.getLogger(__name__)
@@ -63,8 +70,8 @@ def health_check_payload(model: str) -> dict[str, Any]:
         ) from None
 
 
-class SleepingEngine(Protocol):
-    """An engine that can free its memory, and drop its prefix cache."""
+class ControlledEngine(Protocol):
+    """An engine that can free its memory, drop its prefix cache, and load adapters."""
 
     async def sleep(self, level: int = 1) -> None:
         """Let the running requests finish, then free memory."""
@@ -81,6 +88,25 @@ class SleepingEngine(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
 
+    async def load_lora(self, name: str, path: str, version: str) -> object:
+        """Load the adapter in ``path``; return its weights, which no request gets yet.
+
+        Blocks of ``name`` are kept apart by ``version``. Raises InvalidArgument: it cannot be
+        loaded.
+        """
+
+    def use_lora(self, name: str, weights: object | None) -> frozenset[str]:
+        """Compute later requests for ``name`` with ``weights``, None: reject them.
+
+        Return the running requests that have those before.
+        """
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        """Return whether one of the requests runs still."""
+
+    async def remove_lora(self, weights: object) -> None:
+        """Free the weights, which no request uses."""
+
 
 class EngineControl:
     """``POST /engine/sleep``, ``wake_up``, ``is_sleeping`` and ``clear_kv_blocks``, one at a time.
@@ -91,12 +117,17 @@ class EngineControl:
     """
 
     def __init__(
-        self, endpoint: Endpoint, engine: SleepingEngine, on_cleared: Callable[[], None]
+        self,
+        endpoint: Endpoint,
+        engine: ControlledEngine,
+        on_cleared: Callable[[], None],
+        adapters: Adapters | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._engine = engine
+        self._adapters = adapters
         self.on_cleared = on_cleared
-        self.turn = asyncio.Lock()
+        self.turn = asyncio.Lock() if adapters is None else adapters.turn
         self.paused = False  # by an operator; vLLM counts it as asleep
         self._discarded = False  # the weights: waking does not bring them back
         self._routes = {
@@ -104,12 +135,13 @@ class EngineControl:
             "wake_up": self.wake_up,
             "is_sleeping": self.is_sleeping,
             CLEAR_KV_BLOCKS: self.clear_kv_blocks,
+            **({} if adapters is None else adapters.routes),
         }
 
     def install(self, runtime: DistributedRuntime, can_sleep: bool = True) -> None:
         """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
         for name, route in self._routes.items():
-            if can_sleep or name == CLEAR_KV_BLOCKS:
+            if can_sleep or name not in _SLEEP_ROUTES:
                 runtime.register_engine_route(name, route)
 
     async def connect(self, can_sleep: bool) -> None:
@@ -119,6 +151,8 @@ class EngineControl:
         await serving.add((namespace, component, CLEAR_KV_BLOCKS), self._handle_clear, True)
         if can_sleep:
             await serving.add((namespace, component, ENGINE_CONTROL), self._handle, True)
+        if self._adapters is not None:
+            await serving.add((namespace, component, LORA_ADAPTERS), self._handle, True)
 
     def _handle_clear(self, stream: ServerStream, _: bytes) -> None:
         self._handle(stream, codec.encode(EngineCommand(CLEAR_KV_BLOCKS)))
@@ -191,6 +225,8 @@ class EngineControl:
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "a part of the engine sleeps still"}
             self.on_cleared()  # of events that the engine sent before its sleep
+            if self._adapters is not None:
+                await self._adapters.follow()
             await self._endpoint.register_endpoint_instance()
         log.info("the engine is awake; the worker gets requests")
         return {"status": "ok", "message": "the engine is awake"}

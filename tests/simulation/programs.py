@@ -280,12 +280,12 @@ def _connect_programs() -> None:
     _patch(worker.MockerService, handle=received(worker.MockerService.handle))
     _watch_routers()
     order_sets()
-    _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
+    _patch(worker.SimulatedEngine, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
         health.Canary,
         worker.MockerWorker,
-        worker.SimulatedSleep,
+        worker.SimulatedEngine,
         indexer.Indexer,
         distributed.DistributedRuntime,
         *leftovers.classes(),

@@ -37,7 +37,7 @@ class AdapterParents:
 
 def listed_model(name: str, entry: ModelEntry, adapters: AdapterParents) -> ListedModel:
     """Return the row of ``entry`` under ``name``, the model's own or an alias."""
-    card = entry.card
+    card = next(iter(entry.workers.values()), entry.card)  # an adapter's directory may change
     root = card.runtime_config.runtime_data.get(ROOT_KEY)
     if not isinstance(root, str):
         root = card.source_path or None

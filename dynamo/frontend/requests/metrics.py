@@ -367,6 +367,7 @@ class FrontendMetrics:
         """
         self.registry.forget("model", name, (Gauge, Histogram))
         self._models.pop(name, None)
+        self.recent.forget(name)
         self._gone[name] = None
         if len(self._gone) > GONE_MODELS:
             oldest = next(iter(self._gone))

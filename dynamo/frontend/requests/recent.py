@@ -194,6 +194,14 @@ class RecentRequests:
         self.refused: deque[RequestFigures] = deque(maxlen=refused)
         self.add = self.records.append  # called for each request: no layer
 
+    def forget(self, model: str) -> None:
+        """Keep the figures alone of the requests to a model that is gone: its metrics are freed."""
+        fields = RequestFigures.__struct_fields__
+        for position, request in enumerate(self.records):
+            if request.model == model and type(request) is not RequestFigures:
+                values = (getattr(request, field) for field in fields)
+                self.records[position] = RequestFigures(*values)
+
     def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> RequestFigures:
         """Keep a request that has not reached its model; return its record."""
         internal, client_id = request_id(exchange.headers)

@@ -19,7 +19,7 @@ from dynamo.serve.graph.service import MODEL_KEYS, declares_model, serves_model
 
 _NAME_FLAGS = ("served-model-name", "model-name")
 _MODEL_FLAGS = ("model", "model-path")
-_ADAPTER_FLAGS = {"lora-modules", "enable-lora"}
+_ADAPTER_FLAGS = {"lora-modules", "lora-dir", "enable-lora"}
 
 
 def service_args(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

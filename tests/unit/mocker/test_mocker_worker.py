@@ -17,7 +17,7 @@ from dynamo.config.worker import WorkerSettings
 from dynamo.errors import WorkerUnavailable
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.settings import MockerSettings
-from dynamo.mocker.worker import MockerWorker, SimulatedSleep, WorkerPlan, make_plan
+from dynamo.mocker.worker import MockerWorker, SimulatedEngine, WorkerPlan, make_plan
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import PreprocessedRequest, StopConditions
@@ -109,7 +109,7 @@ async def test_a_simulated_engine_falls_asleep_when_its_requests_have_ended() ->
         rank.cleared += 1
 
     rank.clear_cache = clear_cache
-    engine = SimulatedSleep([rank], 0.0)
+    engine = SimulatedEngine([rank], 0.0)
     sleeping = asyncio.ensure_future(engine.sleep())
     for _ in range(5):
         await asyncio.sleep(0)

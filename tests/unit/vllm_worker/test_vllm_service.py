@@ -127,7 +127,15 @@ class ScriptedEngine:
     async def is_sleeping(self) -> bool:
         return False
 
-    async def add_lora(self, name: str, path: str) -> None: ...
+    async def load_lora(self, name: str, path: str, version: str) -> object: ...
+
+    def use_lora(self, name: str, weights: object | None) -> frozenset[str]:
+        return frozenset()
+
+    def any_running(self, requests: frozenset[str]) -> bool:
+        return False
+
+    async def remove_lora(self, weights: object) -> None: ...
 
     async def pooling_facts(self) -> PoolingFacts:
         return PoolingFacts()
