@@ -203,4 +203,4 @@ def test_bad_tool_choice(client: openai.OpenAI) -> None:
 def test_unknown_format_is_a_config_error(deployment: Deployment, tmp_path: Path) -> None:
     process = deployment.mocker("--dyn-tool-call-parser", "nope")
     assert process.wait(20) == 2
-    assert "--dyn-tool-call-parser must be one of deepseek_v3" in deployment.tail()
+    assert "--dyn-tool-call-parser must be one of apertus" in deployment.tail()
