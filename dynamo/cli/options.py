@@ -300,6 +300,13 @@ class RunSettings(GraphChoices):
     )
     given: frozenset[str] = frozenset()
     """The names of the options that a flag or a variable has set."""
+    lora: tuple[str, ...] = flag(
+        (),
+        repeat=True,
+        several=True,
+        metavar="NAME=DIRECTORY",
+        help="LoRA adapters of the model, each a model with its name in the API; vLLM alone",
+    )
     idle_timeout: str | None = flag(
         None,
         metavar="TIME",

@@ -28,6 +28,7 @@ from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.setup.new_graph import NewGraph, choose, cpu_share, find_engines, probe_gpus
 from dynamo.status.deployment import running_deployment
+from dynamo.vllm.arguments import parse_loras
 
 DESCRIPTION = """Serve models: make their graph, start it, end everything on Ctrl-C.
 Beside a running deployment of the namespace: add them to it, and return when they are served."""
@@ -75,8 +76,13 @@ def _graphs(settings: RunSettings, flags: tuple[str, ...]) -> list[NewGraph]:
             "no model given; try: dynamo run Qwen/Qwen3-0.6B, or a directory or a GGUF file"
         )
     sources = (settings.model, *settings.others)
-    if len(sources) > 1 and (flags or settings.served_model_name is not None):
-        what = "words after --" if flags else "--name"
+    single = {
+        "words after --": flags,
+        "--name": settings.served_model_name,
+        "--lora": settings.lora,
+    }
+    if len(sources) > 1 and any(single.values()):
+        what = next(name for name, value in single.items() if value)
         raise ConfigError(
             f"{what} would be for each of {len(sources)} models: start one, then add the others "
             "with dynamo run, or change a graph made with --write"
@@ -135,7 +141,14 @@ def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGra
         raise ConfigError(f"--gpus-per-worker {gpus}: {engine.name} uses no GPU; leave it out")
     if gpus is None:
         gpus = 1 if engine.command and has_gpus else 0
+    if settings.lora and (engine.name != "vllm" or engine.command):
+        raise ConfigError(
+            f"--lora needs a vLLM worker of ours, and {engine.name} of {engine.source} would serve "
+            f"the model; install it ({ENGINES['vllm'].install}), or give that engine its own flags "
+            "after --"
+        )
     copies = settings.workers * (1 + len(settings.others))
+    name = settings.served_model_name
     return NewGraph(
         model=model,
         engine=engine,
@@ -144,7 +157,8 @@ def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGra
         host=settings.http_host,
         port=settings.http_port,
         namespace=settings.namespace,
-        name=settings.served_model_name,
+        name=name,
+        loras=parse_loras(settings.lora, name or model.name, "--lora"),
         flags=flags,
         idle_timeout=settings.idle_timeout,
         engine_url=running_ollama() if engine.name == "ollama" else None,

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _CPU_SHARE = 0.5  # of the memory of a machine without a GPU, for all workers
 _CPU_FILL = 0.8  # of what is available now
 _SHARE = "gpu-memory-utilization"  # of the CPU's memory, too, where vLLM is built for it
 _SIZED = (_SHARE, "kv-cache-memory-bytes", "kv-cache-memory", "config")
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's --max-lora-rank
+_LORAS_AT_ONCE = 8  # in a batch: each takes GPU memory for the largest rank
 _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -207,7 +210,8 @@ class NewGraph:
     replaces the model's own name in the API. ``engine_url`` is the address of an engine that runs
     already. ``cpu_share`` is the part of the machine's memory that vLLM may take without a GPU.
     With an ``idle_timeout`` a planner loads the model on request, up to ``most`` workers or those
-    at the start, or with ``keeps`` keeps it loaded.
+    at the start, or with ``keeps`` keeps it loaded. ``loras`` are the directories of adapters by
+    their names.
     """
 
     model: NamedModel
@@ -226,6 +230,7 @@ class NewGraph:
     keeps: bool = False
     most: int = 1
     cpu_share: float | None = None
+    loras: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
@@ -294,6 +299,8 @@ class NewGraph:
             worker["tensor-parallel-size"] = self.gpus
         if self.share is not None:
             worker[_SHARE] = self.share
+        if self.loras:
+            worker |= self._lora_keys()
         keys = flags_as_keys(self.flags)
         if keys is None:  # the words as they are: several values, or a short flag
             worker["run"] = ["python", "-m", module, *self.flags]
@@ -303,6 +310,19 @@ class NewGraph:
                 f"--{twice[0]} after -- is already set by the command line of dynamo; remove one"
             )
         return {**worker, **keys}
+
+    def _lora_keys(self) -> dict[str, Any]:
+        """The adapters, and room for all of them at once unless flags say otherwise."""
+        rank = max(map(_lora_rank, self.loras.values()))
+        count = len(self.loras)
+        keys: dict[str, Any] = {"lora-modules": [f"{n}={path}" for n, path in self.loras.items()]}
+        flags = {word.partition("=")[0].replace("_", "-") for word in self.flags}
+        if "--max-lora-rank" not in flags:
+            keys["max-lora-rank"] = next(limit for limit in _LORA_RANKS if limit >= rank)
+        # vLLM refuses less room in memory than in a batch.
+        if flags.isdisjoint(("--max-loras", "--max-cpu-loras")):
+            keys |= {"max-loras": min(count, _LORAS_AT_ONCE), "max-cpu-loras": count}
+        return keys
 
     def _attached_worker(self) -> dict[str, Any]:
         worker: dict[str, Any] = {"run": ATTACH, "profile": self.engine.name}
@@ -320,6 +340,19 @@ class NewGraph:
         renamed = own != self.served_name
         worker["served-model-name"] = f"{self.served_name}={own}" if renamed else own
         return worker
+
+
+def _lora_rank(directory: str) -> int:
+    """Return the rank in the configuration of an adapter. Raises ConfigError."""
+    path = Path(directory, "adapter_config.json")
+    try:
+        rank = json.loads(path.read_text(encoding="utf-8"))["r"]
+        if type(rank) is int and 0 < rank <= _LORA_RANKS[-1]:
+            return rank
+        problem = f"its rank 'r' must be from 1 to {_LORA_RANKS[-1]}, got {rank!r:.40}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = f"it has no rank 'r': {type(error).__name__}: {error}"
+    raise ConfigError(f"--lora: {path}: {problem}")
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

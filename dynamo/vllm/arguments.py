@@ -37,41 +37,42 @@ class _Module(msgspec.Struct, forbid_unknown_fields=True):
     base_model_name: str | None = None
 
 
-def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
+def parse_loras(
+    modules: Iterable[str], model_name: str, flag: str = "--lora-modules"
+) -> dict[str, str]:
     """Return the absolute directory of each adapter by its name.
 
-    ``modules`` are ``name=path`` or JSON objects with ``name`` and ``path``, as vLLM's server takes
-    them. Raises ConfigError for another form, a name used twice, or a directory without an adapter.
+    ``modules``, the values of ``flag``, are ``name=path`` or JSON objects with ``name`` and
+    ``path``, as vLLM's server takes them. Raises ConfigError for another form, a name used twice,
+    or a directory without an adapter.
     """
     loras: dict[str, str] = {}
     for text in modules:
-        name, path = _parse(text)
+        name, path = _parse(text, flag)
         if problem := name_problem(name):
-            raise ConfigError(f"--lora-modules: the name {name!r} {problem}")
+            raise ConfigError(f"{flag}: the name {name!r} {problem}")
         if name == model_name or name in loras:
-            raise ConfigError(
-                f"--lora-modules: the name {name!r} is used twice; give each adapter its own"
-            )
+            raise ConfigError(f"{flag}: the name {name!r} is used twice; give each adapter its own")
         directory = expanded(path)
         if not (directory / _CONFIG).is_file():
             raise ConfigError(
-                f"--lora-modules {name}={path}: the directory has no {_CONFIG}; give the local "
+                f"{flag} {name}={path}: the directory has no {_CONFIG}; give the local "
                 "directory of the adapter"
             )
         loras[name] = str(directory.resolve())
     return loras
 
 
-def _parse(text: str) -> tuple[str, str]:
+def _parse(text: str, flag: str) -> tuple[str, str]:
     if text.lstrip().startswith("{"):
         try:
             module = msgspec.json.decode(text, type=_Module)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ConfigError(f"--lora-modules {text!r:.80}: {error}") from None
+            raise ConfigError(f"{flag} {text!r:.80}: {error}") from None
         return module.name, module.path
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise ConfigError(f"--lora-modules {text!r:.80}: must be NAME=DIRECTORY")
+        raise ConfigError(f"{flag} {text!r:.80}: must be NAME=DIRECTORY")
     return name, path
 
 

@@ -180,6 +180,7 @@ class AsyncLLMEngine:
         except EngineDeadError:
             raise EngineDied("the vLLM engine died") from None
         except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
+            await self.remove_lora(adapter)  # see CoreEngine.load_lora
             raise InvalidArgument(lora_problem(name, path, error)) from None
         return adapter
 

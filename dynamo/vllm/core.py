@@ -230,6 +230,8 @@ class CoreEngine:
         except EngineDeadError:
             raise EngineDied("the vLLM engine died") from None
         except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
+            # vLLM finds shapes of another model when it has already added the adapter.
+            await self.remove_lora(adapter)
             raise InvalidArgument(lora_problem(name, path, error)) from None
         return adapter
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,71 @@ def test_a_second_frontend_sees_the_same(two: Deployment, tmp_path: Path) -> Non
     two.until(lambda: rows(two, port) == {"sql": ("tiny", path)}, "the second frontend sees it")
     assert unload(two, "sql", port)[0] == 200
     two.until(lambda: not rows(two), "the first frontend sees it")
+
+
+def test_prefill_workers_load_as_well(deployment: Deployment, tmp_path: Path) -> None:
+    deployment.frontend("--router-mode", "kv")
+    deployment.mocker(*FLAGS, "--disaggregation-mode", "decode")
+    port = free_port()
+    prefill = (*FLAGS, "--disaggregation-mode", "prefill", "--max-lora-rank", "8")
+    deployment.mocker(*prefill, DYN_SYSTEM_PORT=str(port))
+    deployment.wait_for_workers(2)
+    large, small = adapter(tmp_path, "large", 16), adapter(tmp_path, "small")
+
+    def loras() -> Any:
+        answer = deployment.request("POST", "/engine/list_loras", port=port)[2]
+        return list(json.loads(answer)["loras"])
+
+    def refused() -> bool:
+        """Not before the frontend has found the prefill worker."""
+        status, text = load(deployment, "other", large)
+        assert status == 200 or (status == 400 and "max_lora_rank 8" in text), text
+        return status == 400 or unload(deployment, "other")[0] != 200
+
+    deployment.until(refused, "the prefill worker is asked")
+    assert rows(deployment) == {}
+    assert load(deployment, "sql", small)[0] == 200 and loras() == ["sql"]
+    assert complete(deployment, "sql") == 200
+    assert unload(deployment, "sql")[0] == 200 and loras() == []
+
+
+def test_two_frontends_at_once_end_with_one_adapter(two: Deployment, tmp_path: Path) -> None:
+    port = free_port()
+    two.start("dynamo.frontend", "--http-port", str(port))
+    two.until(lambda: complete(two, "tiny", port) == 200, "the second frontend")
+    paths = {address: adapter(tmp_path, str(address)) for address in (two.port, port)}
+
+    def load_there(address: int) -> int:
+        body = {"lora_name": "sql", "lora_path": paths[address]}
+        return two.request("POST", LOAD, body, port=address)[0]
+
+    for _ in range(5):
+        with ThreadPoolExecutor(2) as pool:
+            statuses = list(pool.map(load_there, paths))
+        assert statuses.count(200) <= 1 and set(statuses) <= {200, 400, 503}, statuses
+        if 200 in statuses:
+            path = paths[list(paths)[statuses.index(200)]]
+            assert recorded(two) == {"tiny": {"sql": path}}
+            assert rows(two) == {"sql": ("tiny", path)} and holders(two, "sql") == 2
+            assert unload(two, "sql")[0] == 200
+        assert rows(two) == {}
+
+
+def test_a_worker_that_drains_does_not_count(two: Deployment, tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 200, "stream": True}
+    slow = two.mocker("--block-size", "4", "--speedup-ratio", "0.1")
+    two.wait_for_workers(3)
+    connections = [open_stream(two, body) for _ in range(6)]  # some on each worker
+    slow.send_signal(signal.SIGTERM)
+    two.wait_for_workers(2)
+    assert load(two, "sql", adapter(tmp_path, "sql"))[0] == 200
+    assert holders(two, "sql") == 2
+    for connection in connections:
+        connection.close()
+
+
+def open_stream(deployment: Deployment, body: Any) -> HTTPConnection:
+    connection = HTTPConnection("127.0.0.1", deployment.port, timeout=30)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection

@@ -13,7 +13,7 @@ from typing import Any
 from answers_kit import CHAT, COMPLETIONS, ask, assert_equal, chat, completion, prompts
 from servers_kit import EngineDeployment, closing
 from test_engine_events import BLOCK, overlap
-from weights_kit import write_lora
+from weights_kit import Numbers, write_lora, write_safetensors
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -117,6 +117,24 @@ def test_changed_weights_never_answer_from_blocks_of_the_old(
     unload(ours, "changing")
 
 
+def test_no_adapter_gets_the_weights_of_another(ours: EngineDeployment, tmp_path: Path) -> None:
+    """Their ids in the engine are never used again."""
+    paths = [write_lora(tmp_path / str(seed), seed) for seed in (21, 22, 23)]
+    body = completion("Once upon a time", max_tokens=8)
+
+    def text(name: str) -> str:
+        answer: str = ours.post(COMPLETIONS, {**body, "model": name})["choices"][0]["text"]
+        return answer
+
+    assert [load(ours, f"a{number}", paths[number])[0] for number in (0, 1)] == [200, 200]
+    second = text("a1")
+    unload(ours, "a0")
+    assert load(ours, "a2", paths[2])[0] == 200
+    assert text("a1") == second != text("a2")
+    unload(ours, "a1")
+    unload(ours, "a2")
+
+
 def test_what_vllm_refuses_is_a_400_and_changes_nothing(
     ours: EngineDeployment, tmp_path: Path, lora: Path
 ) -> None:
@@ -127,9 +145,17 @@ def test_what_vllm_refuses_is_a_400_and_changes_nothing(
         (path / "adapter_config.json").write_text(json.dumps(config | changes))
         return path
 
+    before = [ask(ours, CHAT, chat("Hello", model=name)) for name in ("tiny", "pirate")]
     no_weights = variant("none")
     (no_weights / "adapter_model.safetensors").unlink()
+    other_model = variant("model")
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{layer}.lora_A.weight": (8, 512), f"{layer}.lora_B.weight": (512, 8)}
+    numbers = Numbers(5)
+    weights = other_model / "adapter_model.safetensors"
+    write_safetensors(weights, shapes, lambda name, shape: numbers.tensor(shape, 0.1))
     for path, text in (
+        (other_model, "cannot be loaded"),
         (variant("rank", r=64), "max_lora_rank"),
         (no_weights, "cannot be loaded"),
         (variant("type", r="x"), "cannot be loaded"),
@@ -140,7 +166,8 @@ def test_what_vllm_refuses_is_a_400_and_changes_nothing(
     assert status == 400 and "--enable-lora" in answer
     listed = json.loads(ours.request("GET", "/v1/models")[2])["data"]
     assert "bad" not in {row["id"] for row in listed}
-    assert ask(ours, CHAT, chat("Hello", model="tiny"))
+    after = [ask(ours, CHAT, chat("Hello", model=name)) for name in ("tiny", "pirate")]
+    assert_equal(after, before)
 
 
 def test_running_requests_end_with_the_adapter_that_they_began_with(

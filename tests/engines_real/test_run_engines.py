@@ -28,12 +28,16 @@ def stream(port: int, model: str) -> list[str]:
         return [line.decode() for line in answer if line.startswith(b"data: ")]
 
 
-def run(serving: Serving, model: Path, name: str, *flags: str) -> None:
+def run(serving: Serving, model: Path, name: str, *flags: str, lora: Path | None = None) -> None:
     port = free_port()
-    words = ("--port", str(port), "--namespace", serving.namespace, "--", *flags)
+    adapters = () if lora is None else ("--lora", f"pirate={lora}", f"other={lora}")
+    words = (*adapters, "--port", str(port), "--namespace", serving.namespace, "--", *flags)
     serving.start(str(model), *words, verb="run", wait="", **ENGINE_ENV)
     line = serving.wait_for("ready: |stopped", ENGINE_START_S)
-    assert f"model: {name}   workers: 1" in line, serving.text()
+    served = name if lora is None else f"other, pirate, {name}"
+    assert f"model: {served}   workers: 1" in line, serving.text()
+    if lora is not None:
+        assert stream(port, "pirate") and stream(port, "other")
     lines = stream(port, name)
     # A busy machine may read all tokens at once.
     assert len(lines) > 1 and lines[-1].strip() == "data: [DONE]"
@@ -41,10 +45,13 @@ def run(serving: Serving, model: Path, name: str, *flags: str) -> None:
     serving.assert_clean()
 
 
-def test_vllm_serves_a_directory(serving: Serving, tiny_model: Path) -> None:
+def test_vllm_serves_a_directory_and_its_adapters(
+    serving: Serving, tiny_model: Path, lora: Path
+) -> None:
     run(
         *(serving, tiny_model, tiny_model.name, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(CACHE_BYTES)),
+        lora=lora,
     )
     assert "run: dynamo.vllm" in serving.text() and "enforce-eager: true" in serving.text()
 

@@ -16,6 +16,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
+from dynamo.frontend.requests.recent import RequestFigures
 from dynamo.frontend.service import Frontend
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.settings import MockerSettings
@@ -102,7 +103,9 @@ async def running(tmp_path: Path) -> AsyncIterator[Site]:
 
 def left(site: Site) -> Left:
     # The last 1,000 requests, and the windows of the last models that are gone, stay by design.
-    site.frontend._requests.metrics.recent.records.clear()
+    records = site.frontend._requests.metrics.recent.records
+    assert all(type(record) is RequestFigures for record in records), "metrics of a model are kept"
+    records.clear()
     site.frontend._status.windows._windows.clear()
     gc.collect()
     return Left(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -274,6 +275,8 @@ def test_models_on_request_by_relative_paths(
         ("--keep m", "--keep needs --idle-timeout"),
         ("--keep m --idle-timeout 9", "--keep m: no such model; give one of"),
         ("--gpus-per-worker 2", "--gpus-per-worker 2: mocker uses no GPU; leave it out"),
+        ("--lora a=/x", "--lora needs a vLLM worker of ours, and mocker of dynamo would serve"),
+        ("other --lora a=/x", "--lora would be for each of 2 models"),
     ],
 )
 def test_wrong_flags_are_named_as_typed(
@@ -281,6 +284,36 @@ def test_wrong_flags_are_named_as_typed(
 ) -> None:
     assert cli.main(["run", str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
     assert text in capsys.readouterr().err
+
+
+def adapter(directory: Path, rank: object) -> str:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return str(directory)
+
+
+def test_adapters_get_the_room_that_they_need(tmp_path: Path) -> None:
+    loras = {f"a{number}": adapter(tmp_path / str(number), number) for number in (4, 33)}
+    graph = NewGraph(model=HUB, engine=VLLM, loras=loras)
+    expected = {"max-lora-rank": 64, "max-loras": 2, "max-cpu-loras": 2}
+    assert worker(graph).items() >= expected.items()
+    assert worker(graph)["lora-modules"] == [f"{name}={path}" for name, path in loras.items()]
+    many = {f"a{number}": loras["a4"] for number in range(12)}
+    keys = worker(dataclasses.replace(graph, loras=many))
+    assert (keys["max-lora-rank"], keys["max-loras"], keys["max-cpu-loras"]) == (8, 8, 12)
+    flagged = dataclasses.replace(graph, flags=("--max-loras", "16", "--max-lora-rank=128"))
+    keys = worker(flagged)
+    assert (keys["max-lora-rank"], keys["max-loras"]) == (128, 16) and "max-cpu-loras" not in keys
+    assert "lora-modules" not in worker(NewGraph(model=HUB, engine=VLLM))
+    with pytest.raises(ConfigError, match="already set by the command line"):
+        dataclasses.replace(graph, flags=("--lora-modules", "x=y")).text()
+    for rank in (0, 513, "8", None, True):
+        bad = {"bad": adapter(tmp_path / f"bad{rank}", rank)}
+        with pytest.raises(ConfigError, match="rank 'r' must be from 1 to 512"):
+            dataclasses.replace(graph, loras=bad).text()
+    (tmp_path / "4" / "adapter_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="has no rank 'r'"):
+        graph.text()
 
 
 def test_vllm_gets_a_share_of_the_memory_on_a_box_without_a_gpu() -> None:
