@@ -175,6 +175,7 @@ class AsyncLLMEngine:
     async def load_lora(self, name: str, path: str, version: str) -> object:
         """See ``ControlledEngine``."""
         adapter = self._params.new_lora(name, path, version)
+        await in_input_thread(self._params.shapes.check, path)
         try:
             await self._llm.add_lora(adapter)
         except EngineDeadError:

@@ -225,6 +225,7 @@ class CoreEngine:
     async def load_lora(self, name: str, path: str, version: str) -> object:
         """See ``ControlledEngine``."""
         adapter = self._params.new_lora(name, path, version)
+        await in_input_thread(self._params.shapes.check, path)
         try:
             await self._client.add_lora_async(adapter)
         except EngineDeadError:

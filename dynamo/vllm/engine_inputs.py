@@ -36,6 +36,7 @@ from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.llm.engine_events import LORA_VERSION
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.vllm.lora_shapes import ModelShapes
 from dynamo.vllm.sampling import SamplingMapping
 
 # Those of vLLM 0.32, which are set here or belong to no client.
@@ -226,6 +227,7 @@ class ParamsBuilder:
         self.loras: dict[str, LoRARequest] = {}
         self._lora_ids = itertools.count(1)  # vLLM refuses the id 0
         self._takes_loras = config.lora_config is not None
+        self.shapes = ModelShapes(model.model)
         self._numbers = itertools.count()
         self._prefix = f"{worker_id:x}-"
         eos = model.try_get_generation_config().get("eos_token_id")

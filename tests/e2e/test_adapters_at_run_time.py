@@ -291,3 +291,24 @@ def open_stream(deployment: Deployment, body: Any) -> HTTPConnection:
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     return connection
+
+
+def test_another_model_at_the_same_endpoint_has_no_part(two: Deployment, tmp_path: Path) -> None:
+    two.mocker(*FLAGS, "--model-name", "other", "--max-lora-rank", "1")
+    two.wait_for_workers(3)
+    two.until(lambda: complete(two, "other") == 200, "the other model")
+    path = adapter(tmp_path, "sql")
+    status, text = load(two, "sql", path)
+    assert status == 400 and "name the base model of the adapter: " in text
+    assert load(two, "sql", path, model="other")[0] == 400
+    assert load(two, "sql", path, model="tiny")[0] == 200
+    assert rows(two) == {"sql": ("tiny", path)}
+    for base in ("tiny", "other"):
+        status, text = load(two, "sql", path, model=base, load_inplace=True)
+        assert status == (200 if base == "tiny" else 400), text
+    # Names that differ in signs and capitals only.
+    for name in ("a.b", "a_b", "A_B"):
+        assert load(two, name, path, model="tiny")[0] == 200
+    assert set(rows(two)) == {"sql", "a.b", "a_b", "A_B"}
+    assert unload(two, "a.b")[0] == 200
+    assert set(rows(two)) == {"sql", "a_b", "A_B"} and complete(two, "A_B") == 200

@@ -148,14 +148,16 @@ def test_what_vllm_refuses_is_a_400_and_changes_nothing(
     before = [ask(ours, CHAT, chat("Hello", model=name)) for name in ("tiny", "pirate")]
     no_weights = variant("none")
     (no_weights / "adapter_model.safetensors").unlink()
-    other_model = variant("model")
+    other_model, smaller = variant("model"), variant("smaller")
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    shapes = {f"{layer}.lora_A.weight": (8, 512), f"{layer}.lora_B.weight": (512, 8)}
     numbers = Numbers(5)
-    weights = other_model / "adapter_model.safetensors"
-    write_safetensors(weights, shapes, lambda name, shape: numbers.tensor(shape, 0.1))
+    for directory, size in ((other_model, 512), (smaller, 96)):
+        shapes = {f"{layer}.lora_A.weight": (8, size), f"{layer}.lora_B.weight": (size, 8)}
+        weights = directory / "adapter_model.safetensors"
+        write_safetensors(weights, shapes, lambda name, shape: numbers.tensor(shape, 0.1))
     for path, text in (
-        (other_model, "cannot be loaded"),
+        (other_model, "is not one of this model"),
+        (smaller, "is not one of this model"),
         (variant("rank", r=64), "max_lora_rank"),
         (no_weights, "cannot be loaded"),
         (variant("type", r="x"), "cannot be loaded"),

@@ -17,6 +17,12 @@ from dynamo import __version__
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.apis.messages.answer import error_message
 from dynamo.frontend.apis.messages.route import model_info, model_page
+from dynamo.frontend.apis.operator.adapters import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    LoadBody,
+    UnloadBody,
+)
 from dynamo.frontend.apis.responses.prompt import ResponsesRequest
 from dynamo.frontend.models.on_demand import ListedModel
 from dynamo.frontend.models.registry import Models
@@ -42,6 +48,8 @@ _BODIES = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    LOAD_PATH: LoadBody,
+    UNLOAD_PATH: UnloadBody,
 }
 """The body of a path, whose schema ``/openapi.json`` has."""
 _STORED = (
