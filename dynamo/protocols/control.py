@@ -48,6 +48,10 @@ UNKNOWN_BATCH_TOKENS = 10_000_000
 MAX_IMAGES_KEY = "max_images"
 """Key of ``runtime_data``: images that the model takes in a prompt; 0 for a model of text alone."""
 
+STRUCTURAL_TAGS_KEY = "structural_tags"
+"""Key of ``runtime_data``: the engine takes xgrammar's structural tags, so that calls can be forced
+in the model's own format."""
+
 ROOT_KEY = "root"
 """Key of ``runtime_data``: the directory or id of what the engine loaded, as it was given."""
 

@@ -61,6 +61,10 @@ class StopConditions(msgspec.Struct, omit_defaults=True):
     max_thinking_tokens: int | None = None
 
 
+GRAMMAR_OF_REASONING = "with_reasoning"
+"""Key of ``guided_decoding``: the grammar describes the reasoning, too, so it begins at once."""
+
+
 class SamplingOptions(msgspec.Struct, omit_defaults=True):
     """How the engine samples the next token.
 

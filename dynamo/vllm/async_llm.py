@@ -40,6 +40,7 @@ from dynamo.vllm.engine_inputs import (
     priority,
 )
 from dynamo.vllm.metrics import vllm_page
+from dynamo.vllm.sampling import has_reasoning
 
 _CHECK_S = 1.0
 """AsyncLLM has no callback for the death of an idle engine."""
@@ -230,6 +231,7 @@ class AsyncLLMEngine:
                 lora_request=self._params.lora(routing),
                 priority=priority(routing),
                 data_parallel_rank=rank,
+                reasoning_ended=has_reasoning(request.sampling_options.guided_decoding) or None,
             ):
                 if images:
                     images = False
@@ -292,6 +294,7 @@ def _info(config: Any, max_images: int) -> EngineInfo:
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         can_profile=can_profile(config),
+        structural_tags=config.structured_outputs_config.backend in ("auto", "xgrammar"),
         event_endpoints=_endpoints(config.kv_events_config, "endpoint", ranks),
         replay_endpoints=_endpoints(config.kv_events_config, "replay_endpoint", ranks),
     )

@@ -57,7 +57,7 @@ from dynamo.vllm.metrics import EngineMetrics, RunningRequest
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.pooling_model import find_pooling_facts
-from dynamo.vllm.sampling import is_costly
+from dynamo.vllm.sampling import has_reasoning, is_costly
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
@@ -289,6 +289,9 @@ class CoreEngine:
         except CLIENT_ERRORS as error:
             raise InvalidArgument(str(error)) from None
         engine_request.external_req_id = number
+        if has_reasoning(request.sampling_options.guided_decoding):
+            # The engine's own parser of reasoning would begin the grammar behind it.
+            engine_request.reasoning_ended = True
         return engine_request
 
     def _post(self, item: EngineCoreRequest | str) -> None:
@@ -429,6 +432,7 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         can_profile=can_profile(config),
+        structural_tags=config.structured_outputs_config.backend in ("auto", "xgrammar"),
         event_endpoints={
             # The address is the one that the engine binds: nothing can connect to "*".
             rank: source.endpoint.replace("*", "127.0.0.1")

@@ -33,6 +33,7 @@ class EngineInfo:
     endpoints of its KV events by rank, empty without prefix caching or events, and
     ``replay_endpoints`` those that send lost ones again. ``max_images`` are those that the model
     takes in a prompt. ``can_sleep``, ``can_profile``: its sleep mode, its profiler is enabled.
+    ``structural_tags``: its grammars are xgrammar's.
     """
 
     driver: str
@@ -47,6 +48,7 @@ class EngineInfo:
     max_images: int = 0
     can_sleep: bool = False
     can_profile: bool = False
+    structural_tags: bool = False
     event_endpoints: dict[int, str] = field(default_factory=dict)
     replay_endpoints: dict[int, str] = field(default_factory=dict)
 

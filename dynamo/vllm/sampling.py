@@ -13,6 +13,7 @@ from typing import Any
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.engine import (
     GENERATED_TOKENS,
+    GRAMMAR_OF_REASONING,
     KV_TRANSFER,
     PreprocessedRequest,
     SamplingOptions,
@@ -215,6 +216,11 @@ def _penalize(arguments: dict[str, Any], generated: Iterable[int]) -> None:
         key = str(token_id)
         bias[key] = bias.get(key, 0.0) - frequency * count - presence
     arguments["logit_bias"] = bias
+
+
+def has_reasoning(guided: Mapping[str, Any] | None) -> bool:
+    """Whether the grammar describes the whole answer, with the reasoning before it."""
+    return guided is not None and guided.get(GRAMMAR_OF_REASONING) is True
 
 
 def _grammar(guided: Mapping[str, Any]) -> dict[str, Any]:

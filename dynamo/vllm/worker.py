@@ -24,7 +24,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model, unregister_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.protocols.control import MAX_IMAGES_KEY, ROOT_KEY, RuntimeConfig
+from dynamo.protocols.control import MAX_IMAGES_KEY, ROOT_KEY, STRUCTURAL_TAGS_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.protocols.pooling import POOLING_KEY, PoolingFacts
 from dynamo.runtime import DistributedRuntime, Endpoint
@@ -369,6 +369,8 @@ class VllmWorker:
 
     def _runtime_data(self, root: str | None) -> dict[str, Any]:
         data: dict[str, Any] = {MAX_IMAGES_KEY: self.engine.info.max_images, ROOT_KEY: root}
+        if self.engine.info.structural_tags:
+            data[STRUCTURAL_TAGS_KEY] = True
         if self.pooling is not None:
             data[POOLING_KEY] = msgspec.to_builtins(self.pooling)
         return data

@@ -1,15 +1,26 @@
-"""Forced tool calls: the grammars that the frontend makes, in vLLM, over random weights."""
+"""Forced and strict tool calls: the grammars that the frontend makes, in vLLM, over random weights.
+
+Calls are in the model's own format. ``ours`` has no reasoning; the model of ``thinking`` closes it
+with a token, which a bias makes likely.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from servers_kit import EngineDeployment
+from servers_kit import EngineDeployment, closing
+
+from dynamo.frontend.formats.call_tags import after_reasoning, forced_tag
+from dynamo.frontend.formats.message import AnswerMessage
+from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.table import TOOL_FORMATS
 
 UNITS = {"heat": ["celsius", "kelvin"], "length": ["metre", "foot"]}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -28,6 +39,19 @@ TOOLS = [
     for name, units in UNITS.items()
 ]
 NAMED = {"type": "function", "function": {"name": "length"}}
+CLOSE = 4102  # </think>
+
+
+@pytest.fixture(scope="module")
+def thinking(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[EngineDeployment]:
+    """The model ``tiny``, whose answers begin inside the reasoning."""
+    with closing(EngineDeployment(tmp_path_factory.mktemp("thinking"))) as deployment:
+        deployment.frontend()
+        deployment.worker(tiny_model, "tiny", "--dyn-reasoning-parser", "deepseek_r1")
+        deployment.wait_for_models("tiny")
+        yield deployment
 
 
 def ask(choice: Any, text: str) -> dict[str, Any]:
@@ -37,7 +61,7 @@ def ask(choice: Any, text: str) -> dict[str, Any]:
         "tools": TOOLS,
         "tool_choice": choice,
         "temperature": 0,
-        "max_tokens": 120,
+        "max_tokens": 400,
     }
 
 
@@ -77,3 +101,67 @@ def test_a_stream_has_the_same_arguments(ours: EngineDeployment) -> None:
     ]
     message = ours.post("/v1/chat/completions", body)["choices"][0]["message"]
     assert len(parts) > 2 and "".join(parts) == message["tool_calls"][0]["function"]["arguments"]
+
+
+def streamed(deployment: EngineDeployment, body: dict[str, Any]) -> dict[str, str]:
+    """The reasoning, the content, and the names and arguments of a stream, put together."""
+    parts = {"reasoning_content": "", "content": "", "name": "", "arguments": ""}
+    for event in deployment.stream("/v1/chat/completions", body):
+        for choice in event["choices"]:
+            functions = [call["function"] for call in choice["delta"].get("tool_calls") or ()]
+            for fields in (choice["delta"], *functions):
+                for name in parts:
+                    parts[name] += fields.get(name) or ""
+    return parts
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+def test_the_model_thinks_before_a_forced_call(thinking: EngineDeployment, choice: Any) -> None:
+    lengths = set()
+    for seed in range(6):
+        body = ask(choice, "How far?") | {
+            "parallel_tool_calls": False, "logit_bias": {str(CLOSE): 8}, "temperature": 1,
+            "seed": seed,
+        }  # fmt: skip
+        answer = thinking.post("/v1/chat/completions", body)
+        message = answer["choices"][0]["message"]
+        ((name, arguments),) = calls(answer)
+        assert arguments["unit"] in UNITS[name] and arguments["on"] in (True, False)
+        assert message["content"] is None
+        lengths.add(len(message.get("reasoning_content") or ""))
+    assert max(lengths) > 20, "the grammar left no room for reasoning"
+    parts = streamed(thinking, body)
+    assert parts["reasoning_content"] == (message.get("reasoning_content") or "")
+    assert not parts["content"] and parts["name"] == name
+    assert json.loads(parts["arguments"]) == arguments
+
+
+def test_the_call_token_of_the_model_is_written(ours: EngineDeployment) -> None:
+    body = ask(NAMED, "How far?") | {"logprobs": True}
+    answer = ours.post("/v1/chat/completions", body)["choices"][0]
+    text = "".join(row["token"] for row in answer["logprobs"]["content"])
+    assert text.lstrip().startswith("<tool_call>"), text
+
+
+@pytest.mark.parametrize("name", [name for name, row in TOOL_FORMATS.items() if row.tags])
+def test_every_format_is_followed_by_the_engine(ours: EngineDeployment, name: str) -> None:
+    row, functions = TOOL_FORMATS[name], [tool["function"] for tool in TOOLS]
+    tag = after_reasoning(forced_tag(row.tags, functions, True), None, False, None, ())
+    body = {
+        "model": "tiny", "prompt": f"Call {name}:", "max_tokens": 400, "temperature": 1, "seed": 7,
+        "structural_tag": json.dumps({"type": "structural_tag", "format": tag}),
+    }  # fmt: skip
+    unary = ours.post("/v1/completions", body)["choices"][0]["text"]
+    events = [event["choices"] for event in ours.stream("/v1/completions", body)]
+    pieces = [choice["text"] for choices in events for choice in choices]
+    for texts in ([unary], pieces):
+        message = AnswerMessage(lambda: "id")
+        parser = row.make(message, RequestTools.of(TOOLS))
+        for piece in texts:
+            parser.push(piece)
+        message.stopped = True
+        parser.finish()
+        (call,) = message.whole()["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["unit"] in UNITS[call["function"]["name"]]
+        assert arguments["on"] in (True, False) and len(arguments) == 2

@@ -10,7 +10,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
-from dynamo.frontend.formats.forced_calls import NamedCallParser, forced_name, is_forced
+from dynamo.frontend.formats.call_tags import (
+    after_reasoning,
+    can_be_tagged,
+    forced_tag,
+    strict_tag,
+)
+from dynamo.frontend.formats.forced_calls import (
+    NamedCallParser,
+    forced_name,
+    is_forced,
+    tool_functions,
+)
 from dynamo.frontend.formats.frames import FrameParser
 from dynamo.frontend.formats.harmony import HARMONY_MARKERS, HarmonyParser
 from dynamo.frontend.formats.json_calls import JsonCallParser, JsonCallShape
@@ -19,7 +30,7 @@ from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser
 from dynamo.frontend.formats.request_tools import RequestTools
 from dynamo.frontend.formats.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, with_suffix
 from dynamo.frontend.text.tokenizer import Tokenizer
-from dynamo.protocols.control import ModelCard
+from dynamo.protocols.control import STRUCTURAL_TAGS_KEY, ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
 
 log = logging.getLogger(__name__)
@@ -32,7 +43,8 @@ _SUFFIXED = re.compile(r"<(?:think|tool_calls?|arg_key)(:[^\s>]+)>")
 class AnswerFormat(NamedTuple):
     """How to read the answers to one request, whose ids ``tokenizer`` turns into text.
 
-    ``named``: it names the only function that may be called.
+    ``named``: it names the only function that may be called. ``tagged``: the grammar of the answer
+    is a structural tag, so that a forced call, too, is in the model's own format.
     """
 
     tokenizer: Tokenizer
@@ -41,6 +53,7 @@ class AnswerFormat(NamedTuple):
     max_calls: int | None
     named: bool = False
     reasoning_field: str = "reasoning_content"
+    tagged: bool = False
 
     def start(self) -> tuple[AnswerMessage, AnswerParser]:
         """The message of one choice, and its parser."""
@@ -51,7 +64,8 @@ class AnswerFormat(NamedTuple):
 class ModelFormats:
     """The formats of one model; at least one of ``tool`` and ``reasoning`` is a known name.
 
-    Chat answers have reasoning in ``reasoning_field``.
+    Chat answers have reasoning in ``reasoning_field``. ``takes_tags``: the model's engines take
+    structural tags.
     """
 
     def __init__(
@@ -60,6 +74,7 @@ class ModelFormats:
         reasoning: str | None,
         tokenizer: Tokenizer,
         reasoning_field: str = "reasoning_content",
+        takes_tags: bool = False,
     ) -> None:
         self._tool = None if tool is None else TOOL_FORMATS[tool]
         self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
@@ -68,6 +83,7 @@ class ModelFormats:
         if self._shape is not None and self._shape.suffixed:
             self._shape = with_suffix(self._shape, _suffix(tokenizer))
         self._reasoning_field = reasoning_field
+        self._takes_tags = takes_tags
         self._calls = tool == "harmony"
         self._harmony = self._calls or reasoning == "gpt_oss"
         marks = HARMONY_MARKERS if self._harmony else self._shape.markers if self._shape else ()
@@ -82,7 +98,8 @@ class ModelFormats:
         reasoning = _known(card, "reasoning_parser", config.reasoning_parser, REASONING_ALIASES)
         if tool is reasoning is None:
             return None
-        return cls(tool, reasoning, tokenizer, reasoning_field)
+        takes_tags = config.runtime_data.get(STRUCTURAL_TAGS_KEY) is True
+        return cls(tool, reasoning, tokenizer, reasoning_field, takes_tags)
 
     @property
     def can_force(self) -> bool:
@@ -94,12 +111,46 @@ class ModelFormats:
         """Whether reasoning is between tags, which a prefilled answer may have opened."""
         return self._shape is not None
 
-    def answer(
+    def structural_tag(
         self, request: ChatCompletionRequest, prompt: str | None, prefill: str | None = None
+    ) -> dict[str, Any] | None:
+        """The grammar of the calls that ``request`` forces, or of those of its strict tools.
+
+        None if it has neither, or if no structural tag can describe the format or the arguments.
+        """
+        tool, choice = self._tool, request.tool_choice
+        if tool is None or not tool.tags or not self._takes_tags:
+            return None
+        functions = tool_functions(request.tools)
+        forced, name = is_forced(choice), forced_name(choice)
+        strict = choice != "none" and any(function.get("strict") is True for function in functions)
+        if name is not None:
+            functions = [function for function in functions if function["name"] == name][:1]
+        if not (forced or strict) or not can_be_tagged(functions):
+            return None
+        single = name is not None or request.parallel_tool_calls is False
+        if forced:
+            answer = forced_tag(tool.tags, functions, single)
+        elif tool.triggers:
+            others = [marker for marker in tool.begins if marker not in tool.triggers]
+            answer = strict_tag(tool.tags, tool.triggers, others, functions, single)
+        else:
+            return None
+        inside = self._shape is not None and self._shape.begins_inside(prompt, prefill)
+        answer = after_reasoning(answer, self._shape, inside, prompt, tool.begins)
+        return {"type": "structural_tag", "format": answer}
+
+    def answer(
+        self,
+        request: ChatCompletionRequest,
+        prompt: str | None,
+        prefill: str | None = None,
+        tagged: bool = False,
     ) -> AnswerFormat | None:
         """How to read the answer to ``prompt``; None if it is content alone.
 
         ``prefill`` is the text at the end of the prompt that the answer continues, if any.
+        ``tagged``: its grammar is a structural tag.
         """
         with_tools = bool(request.tools) and request.tool_choice != "none"
         tool = self._tool if with_tools else None
@@ -113,11 +164,13 @@ class ModelFormats:
                 tool,
                 RequestTools.of(request.tools),
                 self._shape is not None and self._shape.begins_inside(prompt, prefill),
+                is_forced(request.tool_choice) and not tagged,
             ),
             _short_id if tool is not None and tool.short_ids else _id,
             1 if request.parallel_tool_calls is False else None,
             tool is not None and forced_name(request.tool_choice) is not None,
             self._reasoning_field,
+            tagged,
         )
 
     def _parser(
@@ -126,11 +179,16 @@ class ModelFormats:
         tool: ToolFormat | None,
         tools: RequestTools,
         inside: bool,
+        is_json: bool,
         message: AnswerMessage,
     ) -> AnswerParser:
         if self._harmony:
             return HarmonyParser(message, tools.names if self._calls and tool is not None else None)
-        parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
+        parser: AnswerParser = ContentParser(message)
+        if tool is not None and is_json:
+            parser = _json_calls(request, tools, message)
+        elif tool is not None:
+            parser = tool.make(message, tools)
         if self._shape is not None and self._shape.frames and not (tool and tool.frames):
             parser = FrameParser(message, self._shape.frames, parser)
         if self._shape is None:
@@ -141,7 +199,7 @@ class ModelFormats:
             return parser
         if tool is None:
             return ReasoningParser(message, self._shape, inside, parser)
-        if is_forced(request.tool_choice):
+        if is_json:
             return ReasoningParser(message, self._shape, inside, parser, True)
         # A marker of calls may end the reasoning: the parser of calls is tried on what follows.
         shape = self._shape._replace(calls=tool.begins)
@@ -149,15 +207,13 @@ class ModelFormats:
         return ReasoningParser(message, shape, inside, parser, probe=probe)
 
 
-def _calls(
-    request: ChatCompletionRequest, tool: ToolFormat, tools: RequestTools, message: AnswerMessage
+def _json_calls(
+    request: ChatCompletionRequest, tools: RequestTools, message: AnswerMessage
 ) -> AnswerParser:
     name = forced_name(request.tool_choice)
     if name is not None:
         return NamedCallParser(message, name)
-    if request.tool_choice == "required":
-        return JsonCallParser(message, _REQUIRED, tools.names)
-    return tool.make(message, tools)
+    return JsonCallParser(message, _REQUIRED, tools.names)
 
 
 def _known(card: ModelCard, field: str, name: str | None, aliases: Mapping[str, str]) -> str | None:

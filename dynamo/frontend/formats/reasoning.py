@@ -58,6 +58,11 @@ class ReasoningShape(NamedTuple):
             return max(map(prefill.rfind, opens)) > max(map(prefill.rfind, closes))
         return self.forced and not end.endswith(closes)
 
+    def closed(self, prompt: str | None) -> bool:
+        """Whether ``prompt`` ends behind the reasoning, so that the answer has none."""
+        end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
+        return end.endswith(tuple(pair[1] for pair in self.pairs))
+
 
 class ContentParser:
     """All text is content."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.formats.brace_calls import BraceCallShape
+from dynamo.frontend.formats.call_tags import CallTag
 from dynamo.frontend.formats.element_calls import ElementCallShape
 from dynamo.frontend.formats.frames import Frame, FrameParser, frames
 from dynamo.frontend.formats.harmony import HarmonyShape
@@ -40,6 +41,7 @@ class ToolFormat(NamedTuple):
     ``opens`` those of them that begin a section of calls.
     ``short_ids``: the chat template takes ids of nine letters and digits only. ``suffixed``: the
     markers of a checkpoint may end with a suffix of its own, as ``<tool_call:6124c78e>``.
+    ``tags`` are the ways in which a grammar lets the model write calls, if there is one.
     """
 
     grammar: Grammar
@@ -47,6 +49,7 @@ class ToolFormat(NamedTuple):
     opens: tuple[str, ...] = ()
     short_ids: bool = False
     suffixed: bool = False
+    tags: tuple[CallTag, ...] = ()
 
     def make(self, message: AnswerMessage, tools: RequestTools) -> AnswerParser:
         """Return a parser of one answer, which begins behind the reasoning."""
@@ -62,6 +65,14 @@ class ToolFormat(NamedTuple):
     def begins(self) -> tuple[str, ...]:
         """The markers that begin calls, and so end reasoning that the model has not closed."""
         return (*self.grammar.begins, *self.opens)
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The markers with which ``tags`` begin; empty if calls need no marker."""
+        opens = [tag.opens or tag.begin for tag in self.tags]
+        return tuple(
+            marker for marker in self.begins if any(text.startswith(marker) for text in opens)
+        )
 
 
 def with_suffix(row: Any, suffix: str) -> Any:
@@ -100,6 +111,20 @@ _GLM = XmlCallShape(
     "<arg_value>",
     trims=False,
 )
+_OBJECT = '{"name": "NAME", "arguments": '
+
+
+def _objects(opens: str, closes: str, space: str = "\n", between: str = "\n") -> CallTag:
+    """Return the tag of an object for each call, between its own markers."""
+    return CallTag(f"{opens}{space}{_OBJECT}", f"}}{space}{closes}", between=between)
+
+
+def _list(opens: str, closes: str) -> CallTag:
+    """Return the tag of a list of objects."""
+    return CallTag(_OBJECT, "}", opens, closes, ", ")
+
+
+_HERMES_TAGS = tuple(_objects("<tool_call>", "</tool_call>", space) for space in ("\n", ""))
 # Markers around the parts of an answer, which stand in both tables.
 _COHERE = frames(
     "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>",
@@ -133,10 +158,21 @@ _PLAMO_TOKENS = (
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "apertus": ToolFormat(
-        JsonCallShape(("<|tools_prefix|>",), ("<|tools_suffix|>",), name=(), keyed=True)
+        JsonCallShape(("<|tools_prefix|>",), ("<|tools_suffix|>",), name=(), keyed=True),
+        tags=(CallTag('{"NAME": ', "}", "<|tools_prefix|>[", "]<|tools_suffix|>", ", "),),
     ),
     "cohere_command": ToolFormat(
-        JsonCallShape(("<|START_ACTION|>",), ("<|END_ACTION|>",), name=("tool_name",)), _COHERE
+        JsonCallShape(("<|START_ACTION|>",), ("<|END_ACTION|>",), name=("tool_name",)),
+        _COHERE,
+        tags=(
+            CallTag(
+                '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ',
+                "}",
+                "<|START_ACTION|>[\n    ",
+                "\n]<|END_ACTION|>",
+                ",\n    ",
+            ),
+        ),
     ),
     "deepseek_v3": ToolFormat(
         SectionCallShape(
@@ -144,26 +180,39 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "<｜tool▁sep｜>",
             "```json\n",
             ("\n```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
-        )
+        ),
+        tags=(
+            CallTag(
+                f"{_DEEPSEEK[2]}function<｜tool▁sep｜>NAME\n```json\n",
+                "\n```<｜tool▁call▁end｜>",
+                *_DEEPSEEK[:2],
+                "\n",
+            ),
+        ),
     ),
     "deepseek_v3_1": ToolFormat(
-        SectionCallShape(_DEEPSEEK, "", "<｜tool▁sep｜>", ("<｜tool▁call▁end｜>",))
+        SectionCallShape(_DEEPSEEK, "", "<｜tool▁sep｜>", ("<｜tool▁call▁end｜>",)),
+        tags=(CallTag(f"{_DEEPSEEK[2]}NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", *_DEEPSEEK[:2]),),
     ),
-    "deepseek_v3_2": ToolFormat(_DSML),
+    "deepseek_v3_2": ToolFormat(
+        _DSML,
+    ),
     "deepseek_v4": ToolFormat(
-        _DSML._replace(call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
+        _DSML._replace(call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")),
     ),
     "deepseek_v41": ToolFormat(
         _DSML._replace(
             call=("<｜DSML｜ calls>", "</｜DSML｜ calls>"),
             function=("<｜DSML｜ invoke name=", "</｜DSML｜ invoke>"),
             parameter=("<｜DSML｜ parameter name=", "</｜DSML｜ parameter>"),
-        )
+        ),
     ),
     "dots": ToolFormat(
-        _INVOKE._replace(call=("<dots_function_call>", "</dots_function_call>"), trims=True)
+        _INVOKE._replace(call=("<dots_function_call>", "</dots_function_call>"), trims=True),
     ),
-    "ernie45": ToolFormat(JsonCallShape(("<tool_call>",), ("</tool_call>",)), _ERNIE),
+    "ernie45": ToolFormat(
+        JsonCallShape(("<tool_call>",), ("</tool_call>",)), _ERNIE, tags=_HERMES_TAGS
+    ),
     "functiongemma": ToolFormat(
         BraceCallShape("<start_function_call>", "<end_function_call>", "<escape>")
     ),
@@ -171,12 +220,25 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gigachat3": ToolFormat(
         JsonCallShape(("<|function_call|>", "function call<|role_sep|>")),
         frames("<|message_sep|>", "</s>"),
+        tags=(CallTag(f"<|function_call|>{_OBJECT}", "}", single=True),),
     ),
-    "glm45": ToolFormat(_GLM),
-    "granite": ToolFormat(JsonCallShape(("<|tool_call|>", "<tool_call>"))),
-    "granite_20b_fc": ToolFormat(JsonCallShape(("<function_call>",))),
+    "glm45": ToolFormat(
+        _GLM,
+    ),
+    "granite": ToolFormat(
+        JsonCallShape(("<|tool_call|>", "<tool_call>")),
+        tags=tuple(
+            _list(f"{marker}{space}[", "]")
+            for marker in ("<|tool_call|>", "<tool_call>")
+            for space in ("", " ")
+        ),
+    ),
+    "granite_20b_fc": ToolFormat(
+        JsonCallShape(("<function_call>",)),
+        tags=(CallTag(f"<function_call> {_OBJECT}", "}", between=" "),),
+    ),
     "harmony": ToolFormat(HarmonyShape()),
-    "hermes": ToolFormat(JsonCallShape(("<tool_call>",), ("</tool_call>",))),
+    "hermes": ToolFormat(JsonCallShape(("<tool_call>",), ("</tool_call>",)), tags=_HERMES_TAGS),
     "hy_v3": ToolFormat(
         _GLM._replace(follows=("<tool_calls>", "</tool_calls>")),
         frames("<tool_calls>", "<tool_sep>", "</tool_calls>"),
@@ -192,9 +254,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             ("<|action_start|><|plugin|>",),
             ("<|action_end|>",),
             tokens=("<|action_start|>", "<|plugin|>"),
-        )
+        ),
+        tags=(CallTag(f"<|action_start|><|plugin|>\n{_OBJECT}", "}<|action_end|>", single=True),),
     ),
-    "jamba": ToolFormat(JsonCallShape(("<tool_calls>",), ("</tool_calls>",))),
+    "jamba": ToolFormat(
+        JsonCallShape(("<tool_calls>",), ("</tool_calls>",)),
+        tags=(_list("<tool_calls>[", "]</tool_calls>"),),
+    ),
     "k2_horizon": ToolFormat(
         XmlCallShape(
             ("<ifm|tool_call>", "</ifm|tool_call>"),
@@ -220,7 +286,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "<|tool_call_argument_begin|>",
             ("<|tool_call_end|>",),
             numbered=True,
-        )
+        ),
+        tags=(
+            CallTag(
+                "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                "<|tool_calls_section_begin|>",
+                "<|tool_calls_section_end|>",
+            ),
+        ),
     ),
     "kimi_k3": ToolFormat(
         XmlCallShape(
@@ -236,9 +310,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         _KIMI_K3,
     ),
     "lfm2": ToolFormat(PythonicCallShape("<|tool_call_start|>", "<|tool_call_end|>")),
-    "llama3_json": ToolFormat(JsonCallShape(("<|python_tag|>",), bare=True)),
-    "longcat": ToolFormat(JsonCallShape(("<longcat_tool_call>",), ("</longcat_tool_call>",))),
-    "mimo": ToolFormat(_QWEN3_CODER._replace(trims=False)),
+    "llama3_json": ToolFormat(
+        JsonCallShape(("<|python_tag|>",), bare=True),
+        tags=(CallTag('{"name": "NAME", "parameters": ', "}", between="; "),),
+    ),
+    "longcat": ToolFormat(
+        JsonCallShape(("<longcat_tool_call>",), ("</longcat_tool_call>",)),
+        tags=tuple(
+            _objects("<longcat_tool_call>", "</longcat_tool_call>", space) for space in ("\n", "")
+        ),
+    ),
+    "mimo": ToolFormat(
+        _QWEN3_CODER._replace(trims=False),
+    ),
     "minicpm5": ToolFormat(
         XmlCallShape(
             ("", ""),
@@ -248,11 +332,14 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             value_closes="]]></param>",
         )
     ),
-    "minimax_m2": ToolFormat(_INVOKE),
+    "minimax_m2": ToolFormat(
+        _INVOKE,
+    ),
     "minimax_m3": ToolFormat(ElementCallShape()),
     "mistral": ToolFormat(
         JsonCallShape(("[TOOL_CALLS]",), header=True, tokens=("[ARGS]", "[CALL_ID]")),
         short_ids=True,
+        tags=(CallTag("[TOOL_CALLS]NAME[ARGS]", ""), _list("[TOOL_CALLS][", "]")),
     ),
     "muse_glimmer": ToolFormat(
         XmlCallShape(
@@ -266,9 +353,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         _MUSE,
         ("<|start|>", "to="),
     ),
-    "nemotron_deci": ToolFormat(JsonCallShape(("<TOOLCALL>",), ("</TOOLCALL>",))),
+    "nemotron_deci": ToolFormat(
+        JsonCallShape(("<TOOLCALL>",), ("</TOOLCALL>",)),
+        tags=(_list("<TOOLCALL>[", "]</TOOLCALL>"),),
+    ),
     "olmo3": ToolFormat(PythonicCallShape("<function_calls>", "</function_calls>")),
-    "phi4": ToolFormat(JsonCallShape(("functools",))),
+    "phi4": ToolFormat(JsonCallShape(("functools",)), tags=(_list("functools[", "]"),)),
     "plamo3": ToolFormat(
         SectionCallShape(
             (
@@ -283,10 +373,22 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             tokens=_PLAMO_TOKENS,
         ),
         frames("<|plamo:tag|>"),
+        tags=(
+            CallTag(
+                "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>NAME<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+                "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+                "<|plamo:begin_tool_requests:plamo|>",
+                "<|plamo:end_tool_requests:plamo|>",
+            ),
+        ),
     ),
     "pythonic": ToolFormat(PythonicCallShape()),
-    "qwen3_coder": ToolFormat(_QWEN3_CODER),
-    "seed_oss": ToolFormat(_QWEN3_CODER._replace(call=("<seed:tool_call>", "</seed:tool_call>"))),
+    "qwen3_coder": ToolFormat(
+        _QWEN3_CODER,
+    ),
+    "seed_oss": ToolFormat(
+        _QWEN3_CODER._replace(call=("<seed:tool_call>", "</seed:tool_call>")),
+    ),
     "step3": ToolFormat(
         XmlCallShape(
             ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
@@ -303,7 +405,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             ("```", "</tool_call>"),
             bare=True,
             listed=True,
-        )
+        ),
+        tags=(_list("[", "]"), _list("```json\n[", "]\n```")),
     ),
 }
 

@@ -18,7 +18,11 @@ from dynamo._fast.histogram import Histogram
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.forced_calls import is_forced
 from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
+from dynamo.frontend.prompt.bounds import (
+    INLINE_BODY_BYTES,
+    MAX_COUNTED_TOKENS,
+    check_engine_value,
+)
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
     image_options,
@@ -38,7 +42,7 @@ from dynamo.frontend.prompt.template import (
     request_template,
     template_variables,
 )
-from dynamo.frontend.prompt.tool_choice import forced_schema
+from dynamo.frontend.prompt.tool_choice import forced_schema, has_grammar
 from dynamo.frontend.prompt.truncation import cut_ids, prompt_cut
 from dynamo.frontend.text.token_frames import Cut
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
@@ -46,6 +50,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import (
+    GRAMMAR_OF_REASONING,
     OutputOptions,
     PreprocessedRequest,
 )
@@ -209,6 +214,7 @@ class Preprocessor:
             prepared = self._from_token_data(
                 request, request.nvext.token_data, max_tokens, logprobs, images
             )
+            _mark_tagged(prepared.requests, answer)
             return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
         text = self._render(request, None if images is None else images.messages)
@@ -225,6 +231,7 @@ class Preprocessor:
             answer = self._answer_format(request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs, images)
+        _mark_tagged(requests, answer)
         times = rendered - begun, (tokenized_s,)
         n, mark = request.generated_choices, self.fingerprint
         return Prepared(requests, prompts, n, len(ids), *times, answer, images, mark)
@@ -234,23 +241,30 @@ class Preprocessor:
     ) -> AnswerFormat | None:
         """How to read the answer to ``prompt``; None for content alone.
 
-        A forced tool call sets the request's grammar. Raises InvalidArgument where none can be.
+        A forced tool call sets the request's grammar, and so does a strict tool. Raises
+        InvalidArgument where a call cannot be forced.
         """
         formats = self.formats
-        if is_forced(request.tool_choice):
-            if formats is None or not formats.can_force:
-                raise InvalidArgument(
-                    f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
-                    f"possible with model `{request.model}`: its workers name no tool-call parser "
-                    "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
-                )
-            request.guided_json = forced_schema(request)
+        forced = is_forced(request.tool_choice)
+        if forced and (formats is None or not formats.can_force):
+            raise InvalidArgument(
+                f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
+                f"possible with model `{request.model}`: its workers name no tool-call parser "
+                "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
+            )
         if formats is None:
             return None
-        prefill = None
+        prefill = tag = None
         if request.continue_final_message and formats.has_tags:
             prefill = message_text(len(request.messages) - 1, request.messages[-1])
-        return formats.answer(request, prompt, prefill)
+        if request.tools and not has_grammar(request):
+            tag = formats.structural_tag(request, prompt, prefill)
+            if tag is not None:
+                check_engine_value("tools", tag)
+                request.structural_tag = msgspec.json.encode(tag).decode()
+            elif forced:
+                request.guided_json = forced_schema(request)
+        return formats.answer(request, prompt, prefill, tag is not None)
 
     def _completion(self, request: CompletionRequest) -> Prepared:
         # With 0 the prompt alone is wanted: engines generate a token at least.
@@ -434,6 +448,17 @@ class Preprocessor:
         if left <= 0:
             raise _too_long(context, f"your prompt has {prompt_tokens} tokens")
         return left if max_tokens is None else min(max_tokens, left)
+
+
+def _mark_tagged(requests: list[PreprocessedRequest], answer: AnswerFormat | None) -> None:
+    """Tell the engine that a structural tag of ours describes the reasoning, too."""
+    if answer is not None and answer.tagged:
+        for request in requests:
+            guided = {
+                **(request.sampling_options.guided_decoding or {}),
+                GRAMMAR_OF_REASONING: True,
+            }
+            request.sampling_options.guided_decoding = guided
 
 
 def _too_long(context: int, reason: str) -> InvalidArgument:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.formats.call_tags import parameters
 from dynamo.frontend.formats.forced_calls import forced_name, is_forced, tool_functions
 from dynamo.frontend.prompt.bounds import check_engine_value
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -55,25 +56,31 @@ def forced_schema(request: ChatCompletionRequest) -> dict[str, Any]:
         limit = 1 if request.parallel_tool_calls is False else None
         schema = _array_of_calls(functions, limit)
     else:
-        schema = _parameters(next(tool for tool in functions if tool["name"] == name))
+        schema = parameters(next(tool for tool in functions if tool["name"] == name))
+    check_engine_value("tools", schema)
+    return schema
+
+
+def has_grammar(request: ChatCompletionRequest) -> bool:
+    """Whether the client sent a grammar. Raises InvalidArgument if a call is forced, too."""
     grammars = (request.response_format, request.guided_json, request.guided_regex,
                 request.guided_choice, request.guided_grammar, request.structural_tag)  # fmt: skip
-    if any(grammar is not None for grammar in grammars):
+    constrained = any(grammar is not None for grammar in grammars)
+    if constrained and is_forced(request.tool_choice):
         raise InvalidArgument(
             "Validation: 'tool_choice' forces a tool call, so the answer cannot follow another "
             "grammar; leave 'response_format' and 'guided_*' out or set 'tool_choice' to 'auto'"
         )
-    check_engine_value("tools", schema)
-    return schema
+    return constrained
 
 
 def _array_of_calls(functions: list[dict[str, Any]], limit: int | None) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     calls = []
     for function in functions:
-        parameters = dict(_parameters(function))
+        schema = dict(parameters(function))
         # References in a schema are relative to its root, which is now the array.
-        for key, value in (parameters.pop("$defs", None) or {}).items():
+        for key, value in (schema.pop("$defs", None) or {}).items():
             if definitions.setdefault(key, value) != value:
                 raise InvalidArgument(
                     f"Validation: two tools define '$defs.{key}' differently; rename one, or set "
@@ -81,19 +88,14 @@ def _array_of_calls(functions: list[dict[str, Any]], limit: int | None) -> dict[
                 )
         properties = {
             "name": {"type": "string", "enum": [function["name"]]},
-            "parameters": parameters,
+            "parameters": schema,
         }
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", "parameters"]}
         )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if limit is not None:
-        schema["maxItems"] = limit
+        array["maxItems"] = limit
     if definitions:
-        schema["$defs"] = definitions
-    return schema
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    schema = function.get("parameters")
-    return schema if isinstance(schema, dict) and schema else {"type": "object", "properties": {}}
+        array["$defs"] = definitions
+    return array
