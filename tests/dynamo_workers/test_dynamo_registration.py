@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,9 @@ async def test_a_prefill_worker_has_no_api(make_runtime: MakeRuntime) -> None:
 async def test_an_adapter_has_a_card_of_its_own(make_runtime: MakeRuntime) -> None:
     endpoint = await register(make_runtime())
     await register(endpoint.runtime, lora_name="adapterA", base_model_path="tensor")
-    base, adapter = await card_of(endpoint), await card_of(endpoint, "/adaptera")
+    # Names with one slug, such as adapterA and adaptera, have a card each.
+    slug = f"/adaptera-{zlib.crc32(b'adapterA'):08x}"
+    base, adapter = await card_of(endpoint), await card_of(endpoint, slug)
     assert (base.display_name, base.lora_name) == ("tensor", None)
     assert (adapter.display_name, adapter.lora_name) == ("adapterA", "adapterA")
     assert adapter.source_path == base.source_path == "tensor"
