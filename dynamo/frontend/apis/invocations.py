@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.apis.relay.body import api_paths
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json
@@ -22,7 +21,6 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH
-from dynamo.protocols.pooling import paths_of_type
 from dynamo.runtime.process.tasks import Tasks
 
 INVOCATIONS_PATH = "/invocations"
@@ -131,9 +129,9 @@ class InvocationRoutes:
             registry.leave()
 
     def _path(self, invocation: Invocation) -> str:
-        """Return the first path that the model has, else the first: its API says what is wrong.
+        """Return the first path that the model has, else the first, whose API reports the error.
 
-        Without a name in the body, that any model has: the API takes the only one.
+        For a body without a model it is the first path of any model.
         """
         first, *more = invocation.paths
         if not more:
@@ -142,9 +140,5 @@ class InvocationRoutes:
         if isinstance(invocation.model, str) and invocation.model:
             entry = self._models.named(invocation.model)
             entries = [] if entry is None else [entry]
-        own = {path for entry in entries for path in _paths_of(entry)}
+        own = {path for entry in entries for path in api_paths(entry)}
         return next((path for path in invocation.paths if path in own), first)
-
-
-def _paths_of(entry: ModelEntry) -> Collection[str]:
-    return entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]

@@ -260,17 +260,20 @@ class TokenizeRoutes:
     async def _answer(self, conversion: _Conversion, exchange: Exchange) -> None:
         registry, model = self._registry, "unknown"
         echoed = id_headers(None, exchange.headers.get("x-request-id"))
+        is_long = len(exchange.body) > _INLINE_BYTES
         registry.enter()
         try:
             registry.check(exchange)
             with registry.off_loop.hold(len(exchange.body)):
-                parsed = await self._run(exchange, conversion.parse, exchange.body)
+                parsed = await self._run(is_long, conversion.parse, exchange.body)
                 model = parsed.model or model
                 loaded = await self._loaded(parsed.model)
                 model = loaded.name
                 adapted = partial(self._adapt, loaded=loaded)
                 arguments = loaded.preprocessor, parsed, adapted
-                answer = await self._run(exchange, conversion.convert, *arguments)
+                # A template of the request is compiled, which takes longer than a short text.
+                compiles = getattr(parsed, "chat_template", None) is not None
+                answer = await self._run(is_long or compiles, conversion.convert, *arguments)
             exchange.respond(200, answer, headers=echoed)
         except DynamoError as error:
             error = explained(error, model)
@@ -279,8 +282,8 @@ class TokenizeRoutes:
         finally:
             registry.leave()
 
-    async def _run(self, exchange: Exchange, function: Callable[..., Any], *args: Any) -> Any:
-        if len(exchange.body) > _INLINE_BYTES:
+    async def _run(self, in_thread: bool, function: Callable[..., Any], *args: Any) -> Any:
+        if in_thread:
             return await self._registry.off_loop.run(function, *args)
         return function(*args)
 

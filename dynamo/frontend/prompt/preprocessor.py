@@ -347,7 +347,8 @@ class Preprocessor:
                 variables=template_variables(request),
             )
         except TemplateTimeout:
-            self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
+            if request.chat_template is None:  # another one says nothing about the model's own
+                self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
             raise
 
     def _template(self, request: ChatCompletionRequest) -> ChatTemplate:

@@ -16,7 +16,7 @@ from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.http import Exchange
 from dynamo.http.api_keys import ApiKey, Grants
-from dynamo.protocols.pooling import POOLING_KEY, POOLING_PATHS, PoolingFacts
+from dynamo.protocols.pooling import POOLING_KEY, POOLING_PATHS, POOLING_TYPES, PoolingFacts
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 MESSAGES = "/v1/messages"
@@ -42,6 +42,7 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 ENTRANCES = [(path, model) for path in GENERATION for model in ("tiny", "far")]
 WITH_NVEXT = [entrance for entrance in ENTRANCES if entrance[0] != MESSAGES]
+ALL_TYPES = frozenset(("Chat", "Completions", *POOLING_TYPES.values()))
 
 
 class Entrances(RelaySite):
@@ -284,9 +285,7 @@ async def test_only_workers_of_tokens_say_where_a_prompt_would_go(site: Entrance
 @pytest.mark.parametrize("model", ["tiny", "far"])
 async def test_the_only_model_need_not_be_named(site: Entrances, path: str, model: str) -> None:
     if model == "tiny":
-        site.entry.types = frozenset(
-            ("Chat", "Completions", "Embedding", "Rerank", "Classify", "Pooling")
-        )
+        site.entry.types = ALL_TYPES
     entry = site.entry if model == "tiny" else site.far
     site.entries = lambda: [entry]  # type: ignore[method-assign]
     site.post({**GENERATION, **COUNTS}[path], path)
@@ -300,7 +299,7 @@ async def test_the_only_model_need_not_be_named(site: Entrances, path: str, mode
 
 @pytest.mark.parametrize("path", [*GENERATION, "/v1/messages/count_tokens", "/v1/route"])
 async def test_of_several_models_one_has_to_be_named(site: Entrances, path: str) -> None:
-    site.entry.types = frozenset()
+    site.entry.types = site.far.types = ALL_TYPES
     site.post({**GENERATION, **COUNTS}[path], path)
     await site.tried()
-    assert site.status == 400 and b"model" in site.body, site.answer
+    assert site.status == 400 and b"missing field `model`" in site.body, site.answer

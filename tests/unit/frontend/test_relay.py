@@ -97,6 +97,28 @@ async def test_tokenize_needs_no_model_where_one_is_served(site: RelaySite, body
     assert site.status == 400 and "name one in 'model': far, tiny" in site.answer["message"]
 
 
+@pytest.mark.parametrize("body", [{"input": "x"}, {"input": "x", "model": None}])
+async def test_the_only_model_with_a_path_needs_no_name(site: RelaySite, body: Any) -> None:
+    site.post(body, "/v1/embeddings")  # tiny has no embeddings
+    (relayed,) = site.relayed
+    assert relayed.request.body == json.dumps(body).encode()
+    site.bench.connection.connection_lost(None)
+
+
+async def test_of_two_models_with_a_path_one_is_named(site: RelaySite) -> None:
+    site.far.types = frozenset(("Chat",))
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    site.post(chat, "/v1/chat/completions")
+    assert site.status == 400 and "name one of far, tiny" in site.answer["message"]
+    site.bench = Bench(handler=site.routes)
+    site.entry.types = frozenset()
+    batch = {"messages": [chat["messages"]]}
+    site.post(batch, "/v1/chat/completions/batch")  # far lacks it: no worker is waited for
+    assert site.status == 400 and "name one of far" in site.answer["message"]
+    assert not site.relayed
+    site.settled()
+
+
 async def test_tokenize_is_refused_where_the_server_lacks_it(site: RelaySite) -> None:
     site.far.paths = frozenset(PATHS[:1])
     site.post({"model": "far", "tokens": [1]}, "/detokenize")
@@ -243,8 +265,8 @@ async def test_models_that_take_tokens_are_not_affected(site: RelaySite) -> None
         ("/v1/rerank", {"model": "far"}, 404, "model `far` has no /v1/rerank, it has /"),
         ("/v1/rerank", {"model": "nope"}, 404, "Model not found: nope"),
         ("/v1/embeddings", {"model": "tiny"}, 404, "has no /v1/embeddings, it has /v1/chat/co"),
-        ("/v1/embeddings", {"input": "x"}, 400, "missing field `model`"),
-        ("/v1/embeddings", {"model": 3}, 400, "Expected `str`, got `int` - at `$.model`"),
+        ("/v1/audio/speech", {"input": "x"}, 400, "missing field `model`"),
+        ("/v1/embeddings", {"model": 3}, 400, "Expected `str | null`, got `int` - at `$.m"),
         ("/v1/chat/completions", {"model": "nope", "messages": []}, 400, "cannot be empty"),
         ("/v2/embeddings", {"model": "far"}, 404, "Route not found: POST /v2/embeddings"),
     ],
@@ -491,6 +513,16 @@ async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite)
     assert site.tokens[2] == encode("one two", True) + encode("three", True)
     site.chat()
     assert site.tokens[0] == site.streams[0].request.token_ids
+
+
+async def test_the_template_of_a_request_takes_a_thread(site: RelaySite) -> None:
+    site.far.preprocessor = site.preprocessor
+    site.ask(chat_template="{{ messages[0].content }}")
+    assert not site.relayed
+    async with asyncio.timeout(10):
+        while not site.relayed:
+            await turn()
+    site.bench.connection.connection_lost(None)
 
 
 async def test_routing_headers_count(site: RelaySite) -> None:

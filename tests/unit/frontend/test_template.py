@@ -182,6 +182,12 @@ def test_an_endless_template_takes_a_thread_the_next_time(
     with pytest.raises(InvalidArgument, match="Chat template: it runs for more than"):
         preprocessor.chat(request)
     assert preprocessor.inline_limit_bytes == 0
+    # One that a request brings says nothing about the model's own.
+    trusting = Preprocessor(card(), trusts_templates=True)
+    brought = ChatCompletionRequest(model="m", messages=[TURN] * 9, chat_template=source)
+    with pytest.raises(InvalidArgument, match="Chat template: it runs for more than"):
+        trusting.chat(brought)
+    assert trusting.inline_limit_bytes > 0
 
 
 def test_a_template_whose_thread_does_not_run_is_not_endless(

@@ -90,22 +90,24 @@ def is_chat(body: bytes) -> bool:
 def requested_model(models: Models, request: Any, model_type: str) -> str:
     """Return the model of a request; one without it gets the only model of ``model_type``.
 
-    Raises InvalidArgument if there are several, NoInstances before the first. Adapters are no
-    models of their own here.
+    Raises InvalidArgument if there are several, NoInstances before the first. Adapters do not count
+    as models.
     """
     if not request.model:
         entries = models.entries()
         if not entries:
-            raise NoInstances  # the first model may come
-        names = [
-            entry.name
+            raise NoInstances  # the first model may still register
+        named = {
+            entry.name: entry
             for entry in entries
             if model_type in entry.types and entry.card.lora_name is None
-        ]
-        if len(names) != 1:
-            choice = f"; name one of {shorten(', '.join(sorted(names)))}" if names else ""
+        }
+        only = next(iter(named.values())) if len(named) == 1 else None
+        # The routes of relayed models come first: here such a model lacks the path.
+        if only is None or only.relayed:
+            choice = f"; name one of {shorten(', '.join(sorted(named)))}" if named else ""
             raise InvalidArgument(f"{DESERIALIZE}missing field `model`{choice}")
-        request.model = names[0]
+        request.model = only.name
     return str(request.model)
 
 

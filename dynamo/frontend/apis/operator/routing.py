@@ -127,14 +127,14 @@ class ExplainRoutes:
         """The same for a relayed model; None for others."""
         threads = self._threads
         fields = await threads.run(peek, body)
-        name_only_model(fields, self._models.entries())
+        path = CHAT_PATH if bytes(fields.messages) else COMPLETIONS_PATH
+        name_only_model(fields, path, self._models.entries())
         entry = self._models.named(fields.model)
         if entry is None or not entry.relayed:
             return None
         loaded = entry.loaded
         if not entry.served or loaded is None:
             raise NoInstances
-        path = CHAT_PATH if bytes(fields.messages) else COMPLETIONS_PATH
         most, rules = loaded.context_length, self._models.rules.get(loaded.name)
         if rules is not None:
             body = await threads.run(rewritten, path, body, loaded.name, rules)

@@ -8,7 +8,7 @@ block is about as long as one of tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -31,9 +31,11 @@ from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, MAX_SESSION_CHARACTERS, NvExt
+from dynamo.protocols.pooling import POOLING_PATHS, offered_path, paths_of_type
 
 _BYTES_PER_ID = 4
 _MAX_FIELD_BYTES = 1024
+_TYPED_PATHS = frozenset((CHAT_PATH, COMPLETIONS_PATH, *POOLING_PATHS))
 _MAX_IDS = 1 << 18
 """Of a model that does not state its context length."""
 
@@ -42,18 +44,24 @@ class RelayedBody(msgspec.Struct):
     """The members that count; the others stay undecoded. Those of the prompt are in the order in
     which chat templates render them."""
 
-    model: str = ""
+    named_model: str | None = msgspec.field(default=None, name="model")
     stream: Any = None
     cache_salt: Any = None
     priority: Any = None
     session_id: Any = None
     nvext: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def model(self) -> str:
+        """The model; "" for a body without one, or with null."""
+        return self.named_model or ""
 
     @property
     def streams(self) -> bool:
@@ -81,9 +89,13 @@ class RelayedBody(msgspec.Struct):
         salt = self.cache_salt if isinstance(self.cache_salt, str) else None
         routing = routing_of(nvext, lora_name, salt)
         session_id = self.session_id
-        if isinstance(session_id, str) and 0 < len(session_id) <= MAX_SESSION_CHARACTERS:
+        # The server judges another value: it is no session here.
+        names_session = (
+            isinstance(session_id, str) and 0 < len(session_id) <= MAX_SESSION_CHARACTERS
+        )
+        if names_session and not ignores_nvext:
             routing = routing or Routing()
-            routing.session_id = None if ignores_nvext else session_id
+            routing.session_id = session_id
         return routing, override
 
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
@@ -124,16 +136,24 @@ def peek_form(body: bytes, content_type: str) -> RelayedBody:
     return RelayedBody(model, _form_field(body, content_type, "stream") == "true")
 
 
-def name_only_model(fields: RelayedBody, entries: Sequence[ModelEntry]) -> bool:
-    """Set the model of a body without one to the only one, if that is relayed; else return False.
+def name_only_model(fields: RelayedBody, path: str, entries: Sequence[ModelEntry]) -> bool:
+    """Set the model of a body without one to the only one with ``path``, if that is relayed.
 
-    Adapters are no models of their own here.
+    Return whether the body has a model then. Adapters do not count as models.
     """
     if not fields.model:
         models = [entry for entry in entries if entry.card.lora_name is None]
+        # Other paths, as /v1/responses, are in no table of the models that take tokens.
+        if len(models) > 1 and path in _TYPED_PATHS:
+            models = [entry for entry in models if offered_path(path, api_paths(entry))]
         if len(models) == 1 and models[0].relayed:
-            fields.model = models[0].name
+            fields.named_model = models[0].name
     return bool(fields.model)
+
+
+def api_paths(entry: ModelEntry) -> Collection[str]:
+    """Return the paths of a relayed model, or of the APIs of one that takes tokens."""
+    return entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]
 
 
 def prompt_ids(

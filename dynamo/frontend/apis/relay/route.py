@@ -268,7 +268,7 @@ class RelayRoutes:
             return
         fields = None
         try:
-            fields = self._named(_peek(exchange, otherwise), otherwise)
+            fields = self._named(_peek(exchange, otherwise), exchange, otherwise)
             model = self._model(fields, exchange, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, fields)
@@ -282,7 +282,10 @@ class RelayRoutes:
     def _relay(self, relay: _Relay) -> None:
         """Send the request, in a thread if its prompt is long."""
         preprocessor = relay.model.preprocessor
-        if preprocessor is not None and len(relay.body) > preprocessor.inline_limit_bytes:
+        # A template of the request is compiled for the tokens, which takes as long as a prompt.
+        if preprocessor is not None and (
+            len(relay.body) > preprocessor.inline_limit_bytes or bytes(relay.asked.chat_template)
+        ):
             self._tasks.spawn(self._send_off_loop(relay), name="long prompt")
             return
         try:
@@ -301,11 +304,12 @@ class RelayRoutes:
                 fields = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
                     if fields is not None:
+                        model_name = fields.model or "unknown"
                         registry.abandoned(
-                            exchange, _label(exchange.path), fields.model, fields.streams
+                            exchange, _label(exchange.path), model_name, fields.streams
                         )
                     return
-                fields = self._named(fields, otherwise)
+                fields = self._named(fields, exchange, otherwise)
                 model = self._model(fields, exchange, otherwise)
                 if model is not None and fields is not None:
                     label = _label(exchange.path)
@@ -324,9 +328,11 @@ class RelayRoutes:
         finally:
             registry.leave()
 
-    def _named(self, fields: RelayedBody | None, otherwise: Route | None) -> RelayedBody | None:
-        """Return ``fields`` with a model; None if ``otherwise`` explains what is wrong."""
-        if fields is None or name_only_model(fields, self._models.entries()):
+    def _named(
+        self, fields: RelayedBody | None, exchange: Exchange, otherwise: Route | None
+    ) -> RelayedBody | None:
+        """Return ``fields`` with a model; None if ``otherwise`` finds it or reports the error."""
+        if fields is None or name_only_model(fields, exchange.path, self._models.entries()):
             return fields
         if otherwise is None:
             raise InvalidArgument(f"{DESERIALIZE}missing field `model`")
