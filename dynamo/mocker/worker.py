@@ -201,6 +201,8 @@ class SimulatedEngine:
         """Check the rank of the adapter, and take its directory for weights."""
         try:
             rank = json.loads(Path(path, CONFIG).read_text(encoding="utf-8"))["r"]
+            if not isinstance(rank, int):
+                raise TypeError(f"{rank!r:.40} is no number")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidArgument(f"{path}/{CONFIG} has no rank 'r': {error}") from None
         if rank > self._max_lora_rank:

@@ -55,6 +55,9 @@ in the model's own format."""
 ROOT_KEY = "root"
 """Key of ``runtime_data``: the directory or id of what the engine loaded, as it was given."""
 
+AdapterName = Annotated[str, msgspec.Meta(max_length=256)]
+"""Logs, metrics and errors repeat it."""
+AdapterPath = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]

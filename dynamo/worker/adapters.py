@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, Unavailable, name_problem
+from dynamo.protocols.control import AdapterName, AdapterPath
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.process.threads import in_file_thread
 from dynamo.worker.adapter_record import AdapterFiles, AdapterRecord, adapter_files, adapters_in
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 class AdapterCommand(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a route; ``operation`` identifies a load on all workers."""
 
-    lora_name: str
-    lora_path: str = ""
+    lora_name: AdapterName
+    lora_path: AdapterPath = ""
     load_inplace: bool = False
     operation: str = ""
 

@@ -130,3 +130,17 @@ async def test_a_thousand_adapters_leave_nothing(tmp_path: Path) -> None:
         after = left(site)
     grown = [now - then for now, then in zip(after, before, strict=True)]
     assert all(more <= most for more, most in zip(grown, LEFT, strict=True)), (before, after)
+
+
+async def test_bodies_and_files_that_are_wrong_are_explained(tmp_path: Path) -> None:
+    async with running(tmp_path) as site:
+        (site.adapter / "adapter_config.json").write_text('{"r": "8"}')
+        name = "n" * 257
+        for path, body, text in (
+            ("load", {"lora_name": name, "lora_path": "/a"}, "length <= 256 - at `$.lora_name`"),
+            ("load", {"lora_name": "a", "lora_path": "/" * 4097}, "<= 4096 - at `$.lora_path`"),
+            ("unload", {"lora_name": name}, "length <= 256 - at `$.lora_name`"),
+            ("load", {"lora_name": "a", "lora_path": str(site.adapter)}, "'8' is no number"),
+        ):
+            answer = await site.client.post(f"/v1/{path}_lora_adapter", json=body)
+            assert answer.status_code == 400 and text in answer.json()["message"], answer.text

@@ -124,6 +124,11 @@ async def test_no_request_names_an_adapter_before_its_commit(site: Site) -> None
     await site.call("commit_lora", "a", path, operation="1")  # its answer was lost
 
 
+async def test_a_name_has_a_bound(site: Site) -> None:
+    with pytest.raises(InvalidArgument, match="lora_name"):
+        await site.adapters.load({"lora_name": "n" * 257, "lora_path": site.write("a")})
+
+
 async def test_what_is_never_committed_is_freed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

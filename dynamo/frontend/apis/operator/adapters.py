@@ -32,7 +32,14 @@ from dynamo.frontend.requests.errors import error_response
 from dynamo.http import Exchange
 from dynamo.http.access import operator_name
 from dynamo.http.routes import Routes, in_task
-from dynamo.protocols.control import LORA_ADAPTERS, ROOT_KEY, EndpointRecord, EngineCommand
+from dynamo.protocols.control import (
+    LORA_ADAPTERS,
+    ROOT_KEY,
+    AdapterName,
+    AdapterPath,
+    EndpointRecord,
+    EngineCommand,
+)
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.tasks import Tasks
 
@@ -40,8 +47,8 @@ LOAD_PATH = "/v1/load_lora_adapter"
 UNLOAD_PATH = "/v1/unload_lora_adapter"
 _LOAD_S = 120.0
 _SHORT_S = 15.0
-_SEEN_S = 5.0
-_LOOK_S = 0.02
+_DISCOVERY_S = 5.0
+_POLL_S = 0.02
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -49,8 +56,8 @@ T = TypeVar("T")
 class LoadBody(msgspec.Struct):
     """vLLM's body; ``model`` is the base model where several are served."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: AdapterName
+    lora_path: AdapterPath
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
     model: str | None = None
@@ -59,7 +66,7 @@ class LoadBody(msgspec.Struct):
 class UnloadBody(msgspec.Struct):
     """vLLM's body; its ids are those of one engine, and are ignored."""
 
-    lora_name: str
+    lora_name: AdapterName
     lora_int_id: int | None = None
     model: str | None = None
 
@@ -244,13 +251,15 @@ class AdapterRoutes:
         """
         command = msgspec.to_builtins(EngineCommand(route, fields))
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._call(w, command, timeout_s)) for w in workers]
+            calls = [
+                group.create_task(self._call(worker, command, timeout_s)) for worker in workers
+            ]
         results = [(worker, call.result()) for worker, call in zip(workers, calls, strict=True)]
         done = [worker for worker, result in results if result is None]
         errors = [
             (worker, result)
             for worker, result in results
-            if isinstance(result, DynamoError) and not (ignored and isinstance(result, ignored))
+            if isinstance(result, DynamoError) and not isinstance(result, ignored)
         ]
         for worker, error in errors:
             text = f"worker {worker.instance_id:x}: {error.message}"
@@ -286,11 +295,11 @@ class AdapterRoutes:
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait a few seconds for what discovery reports."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + _SEEN_S
+        end_s = loop.time() + _DISCOVERY_S
         while not condition():
             if loop.time() >= end_s:
                 return False
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return True
 
 
