@@ -72,8 +72,8 @@ PriorityLevel = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TemplateText = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARACTERS)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-"""A text may be a number where none is, but not "nan" or "inf"."""
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""A number. Where texts are read as numbers, "nan" and "inf" would be numbers, too."""
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 Bias = Annotated[float, _between("logit_bias")]
 Penalty = Annotated[float, _between("frequency_penalty")]
@@ -151,9 +151,10 @@ class NvExt(msgspec.Struct, omit_defaults=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields that chat and text completions share; an empty ``model`` is the only one.
+    """The fields that chat and text completions share.
 
-    Clients send the fields of the last group; they are accepted and have no effect.
+    A request with an empty ``model`` is for the only one that has the API. Clients send the fields
+    of the last group; they are accepted and have no effect.
     """
 
     model: str = ""
@@ -172,7 +173,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
     length_penalty: Finite | None = None
     use_beam_search: bool | None = None
-    seed: Seed | None = None
+    seed: Int64 | None = None
     logit_bias: dict[str, Bias] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -206,7 +207,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS_LIMIT)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Seed | None = None
+    priority: Int64 | None = None
     request_id: str | None = None
     session_id: SessionId | None = None
     return_token_ids: bool | None = None

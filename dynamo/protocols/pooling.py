@@ -19,8 +19,8 @@ from dynamo.protocols.openai import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     MAX_SALT_CHARACTERS,
+    Int64,
     NvExt,
-    Seed,
     SessionId,
 )
 
@@ -53,12 +53,18 @@ POOLING_TYPES = {
 POOLING_KEY = "pooling"
 """Key of a card's ``runtime_data`` with :class:`PoolingFacts`."""
 
+COMPARED = {"embed": "bi-encoder", "token_embed": "late-interaction"}
+"""How a model of each task scores two texts: by two vectors, or by two lists of vectors."""
+
+CROSS_ENCODER = "cross-encoder"
+"""The score of two texts in one input."""
+
 MAX_LABEL_BYTES = 64 << 10
 """Limit on the names of classes in a card; a model with more of them answers without names."""
 
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
 _TokenLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-_Content = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Int31 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = str | dict[str, Any]
 
 
@@ -94,8 +100,7 @@ class PoolingFacts(msgspec.Struct, omit_defaults=True):
 
     #: vLLM's name of what the model computes: embed, classify, token_embed or token_classify.
     task: str = "embed"
-    #: How two texts are scored: ``bi-encoder`` (two vectors), ``late-interaction`` (two lists of
-    #: vectors), ``cross-encoder`` (in one input), "" if not at all.
+    #: How two texts are scored: by one of ``COMPARED``, by ``CROSS_ENCODER``, "" if not at all.
     scoring: str = ""
     #: Whether a cross-encoder has a separating token between the texts; else they are joined.
     separates: bool = True
@@ -108,16 +113,17 @@ class PoolingFacts(msgspec.Struct, omit_defaults=True):
 
 
 class _PoolingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What all bodies have. ``truncate_prompt_tokens``: longer inputs are cut, -1 to the context;
-    ``use_activation`` false returns the numbers before the model's last function."""
+    """The fields of all bodies."""
 
     model: str = ""
+    #: Longer inputs are cut to so many tokens; -1 is the context.
     truncate_prompt_tokens: _TokenLimit | None = None
     truncation_side: Literal["left", "right"] | None = None
+    #: False returns the numbers before the model's last function.
     use_activation: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
-    priority: Seed | None = None
+    priority: Int64 | None = None
     request_id: str | None = None
     session_id: SessionId | None = None
     cache_salt: _Salt | None = None
@@ -136,13 +142,13 @@ class InputBody(_PoolingBody, kw_only=True, omit_defaults=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """The texts, or lists of token ids, that are computed each."""
+        """The inputs: each is a text or a list of token ids."""
         whole = isinstance(self.input, str) or isinstance((self.input or [""])[0], int)
         return cast("list[str | list[int]]", [self.input] if whole else self.input)
 
     @property
     def chats(self) -> list[list[dict[str, Any]]]:
-        """The chats that are computed each."""
+        """The chats, one for each input."""
         whole = isinstance((self.messages or [{}])[0], dict)
         return cast("list[list[dict[str, Any]]]", [self.messages] if whole else self.messages)
 
@@ -172,11 +178,12 @@ class ClassifyBody(InputBody, kw_only=True, omit_defaults=True):
 
 
 class PairBody(_PoolingBody, kw_only=True, omit_defaults=True):
-    """What bodies of pairs of texts have: limits on the tokens of each text (0: none), and
-    ``instruction`` for the template of a model that has one."""
+    """The fields of bodies with pairs of texts."""
 
-    max_tokens_per_query: _Content = 0
-    max_tokens_per_doc: _Content = 0
+    #: Limits on the tokens of each text; 0: none.
+    max_tokens_per_query: _Int31 = 0
+    max_tokens_per_doc: _Int31 = 0
+    #: For the template of a model that has one.
     instruction: str | None = None
 
     @property
@@ -222,7 +229,7 @@ class RerankBody(PairBody, kw_only=True, omit_defaults=True):
 
     query: Text
     documents: list[Text]
-    top_n: _Content | None = None
+    top_n: _Int31 | None = None
     return_documents: bool | None = None
 
     @property

@@ -96,7 +96,7 @@ class _Logger(PrometheusStatLogger):  # type: ignore[misc]
 
 
 class RunningRequest:
-    """A request in the engine: who gets its outputs, and vLLM's statistics of it."""
+    """A request in the engine: the sink of its outputs, and vLLM's statistics of it."""
 
     __slots__ = (
         "cached_tokens",

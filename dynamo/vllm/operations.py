@@ -1,4 +1,4 @@
-"""What an operator does with one engine: pause it, replace its weights, profile it.
+"""The operations on one engine: pause it, replace its weights, profile it.
 
 While it is paused or gets other weights the worker is not registered, so that frontends send their
 requests elsewhere.
@@ -79,7 +79,8 @@ class EngineOperations:
         path = members(body, "weights_path").get("weights_path")
         if path is not None and not await in_file_thread(_has_weights, path):
             raise InvalidArgument(
-                f"'weights_path' must be a directory with *.safetensors or *.bin, got {path!r:.200}"
+                f"'weights_path' must be a directory with *.safetensors, *.bin or *.pt, got "
+                f"{path!r:.200}"
             )
         async with self._control.turn:
             await self._check_awake()

@@ -20,7 +20,7 @@ from dynamo.protocols.engine import (
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
 )
-from dynamo.protocols.pooling import PoolingFacts
+from dynamo.protocols.pooling import COMPARED, PoolingFacts
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.admission import AdmissionQueue
 from dynamo.runtime.requests.context import CancelKind
@@ -32,13 +32,12 @@ _decode = codec.decoder(PreprocessedEmbeddingRequest).decode
 _DONE = ("stop", "length")
 _EMBED = "embed"
 _TOKEN_TASKS = ("token_embed", "token_classify")
-_COMPARED = ("bi-encoder", "late-interaction")
 _TURN_S = 0.005
 _MAX_PRODUCTS = 1 << 22
 """Of late interaction: tokens of the one text times those of the other; 20 ms on the loop."""
 _TYPES = "compressed_token_type_ids"
 """vLLM's name of where the tokens of the second text begin."""
-_LEAST = 1e-8
+_MIN_NORM = 1e-8
 _FLOAT32 = 4
 _MAX_KEPT_BYTES = 256 << 20
 _MAX_BYTES = 24 << 20
@@ -77,7 +76,7 @@ class PoolingService(VllmService):
         if task != facts.task:
             raise InvalidArgument(f"the model computes {facts.task!r}, not {task!r}")
         queries, inputs = request.queries, len(request.token_ids)
-        if queries and facts.scoring not in _COMPARED:
+        if queries and facts.scoring not in COMPARED.values():
             raise InvalidArgument("the model compares no vectors: 'queries' must be 0")
         if queries < 0 or (queries and inputs - queries not in (queries, inputs - 1)):
             raise InvalidArgument(f"{queries} queries do not fit {inputs} inputs")
@@ -228,8 +227,8 @@ class _Scores:
         if other not in self._kept:
             self._keep(index, tensor)
             return []
-        taken = self._taken(other)
-        texts = (tensor, taken) if index < queries else (taken, tensor)
+        other_tensor = self._pop(other)
+        texts = (tensor, other_tensor) if index < queries else (other_tensor, tensor)
         return [(pair, self._compare(*texts))]
 
     def _with_one(self, index: int, tensor: Any) -> list[tuple[int, bytes]]:
@@ -237,7 +236,7 @@ class _Scores:
         if index == 0:
             waiting = list(self._kept)
             self._keep(0, tensor)
-            return [(number - 1, self._compare(tensor, self._taken(number))) for number in waiting]
+            return [(number - 1, self._compare(tensor, self._pop(number))) for number in waiting]
         if 0 not in self._kept:
             self._keep(index, tensor)
             return []
@@ -252,7 +251,7 @@ class _Scores:
                 "send fewer or shorter texts in a request"
             )
 
-    def _taken(self, index: int) -> Any:
+    def _pop(self, index: int) -> Any:
         tensor = self._kept.pop(index)
         self._kept_bytes -= tensor.numel() * _FLOAT32
         return tensor
@@ -287,14 +286,14 @@ def _float32(tensor: Any) -> bytes:
 def _cosine(first: Any, second: Any) -> bytes:
     """The cosine similarity of two vectors; 20 µs. The least length is vLLM's, for zeros."""
     first, second = first.float(), second.float()
-    lengths = first.norm().clamp(min=_LEAST) * second.norm().clamp(min=_LEAST)
+    lengths = first.norm().clamp(min=_MIN_NORM) * second.norm().clamp(min=_MIN_NORM)
     return _float32(first.dot(second) / lengths)
 
 
 def _max_similarity(first: Any, second: Any) -> bytes:
     """The sum over the first text's tokens of their best product with a token of the second.
 
-    Raises InvalidArgument for texts so long together that the loop would stop.
+    Raises InvalidArgument for texts whose products would hold the loop too long.
     """
     if first.shape[0] * second.shape[0] > _MAX_PRODUCTS:
         raise InvalidArgument(

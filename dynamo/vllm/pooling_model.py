@@ -14,9 +14,8 @@ from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import supports_score_template
 
 from dynamo.errors import ConfigError
-from dynamo.protocols.pooling import MAX_LABEL_BYTES, PoolingFacts
+from dynamo.protocols.pooling import COMPARED, CROSS_ENCODER, MAX_LABEL_BYTES, PoolingFacts
 
-_COMPARED = {"embed": "bi-encoder", "token_embed": "late-interaction"}
 _SERVED = ("embed", "classify", "token_embed", "token_classify")
 
 
@@ -49,12 +48,12 @@ def _scoring(model: Any, task: str) -> str:
     # Jina's ranking models read all documents in one input, and have a template in vLLM's code.
     if model.architecture == "JinaForRanking":
         return ""
-    if task in _COMPARED:
-        return _COMPARED[task]
+    if task in COMPARED:
+        return COMPARED[task]
     if task != "classify" or getattr(model.hf_config, "num_labels", 0) != 1:
         return ""
     # Such a model has its template in vLLM's code: the frontend cannot make its prompts.
-    return "" if supports_score_template(get_model_cls(model)) else "cross-encoder"
+    return "" if supports_score_template(get_model_cls(model)) else CROSS_ENCODER
 
 
 def _labels(config: Any) -> list[str]:

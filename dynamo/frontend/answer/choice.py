@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.logprobs import LogprobsCollector
 from dynamo.frontend.text.detokenizer import TableDetokenizer, make_detokenizer
@@ -267,7 +269,7 @@ class Choice:
         self.tokens += len(ids)
 
     def echo(self, text: str) -> None:
-        """Show ``text`` before what is generated."""
+        """Show ``text`` before the generated text."""
         self.pending.append(text)
 
     def continued(self) -> None:
@@ -313,15 +315,13 @@ class PromptOnlyChoice(Choice):
     def push(self, output: EngineOutput) -> bool:
         """Add one engine output without its tokens; as in :class:`Choice`."""
         return super().push(
-            EngineOutput(
-                finish_reason=output.finish_reason,
-                completion_usage=output.completion_usage,
-                extra_args=output.extra_args,
+            msgspec.structs.replace(
+                output, token_ids=[], text=None, log_probs=None, top_logprobs=None
             )
         )
 
     def plain_texts(self) -> None:
-        """None: no token is shown."""
+        """Return None: no token is shown."""
 
 
 def _single_tokens(output: EngineOutput) -> Iterator[EngineOutput]:

@@ -152,7 +152,7 @@ class ParsedChatStream(ChatStream):
         self, choice: Choice, writer: MessageChunks, deltas: list[dict[str, Any]]
     ) -> bytes:
         logprobs, members, body = self._extras(choice, writer)
-        # What belongs to an output is sent once, with its first chunk or with its last.
+        # Log probabilities are sent once, with the first chunk, other members with the last.
         *earlier, last = deltas or [{}]
         chunks = b""
         for delta in earlier:

@@ -31,25 +31,27 @@ _BASE64_BYTES = 3 << 16
 _decode = codec.decoder(EmbeddingsEngineOutput).decode
 
 
-class Asked(NamedTuple):
-    """What an answer repeats of its request: ``vectors`` are expected of ``prompt_tokens``."""
+class PoolingOrigin(NamedTuple):
+    """The parts of a request that its answer needs."""
 
     model: str
+    #: The number of vectors that the worker has to return.
     vectors: int
     prompt_tokens: int
+    #: In the body as it is: an internal id needs no escaping.
     request_id: str = ""
 
 
 class PoolingAnswer(ABC):
     """The vectors of one request; its own only choice."""
 
-    __slots__ = ("_asked", "_output", "final_usage", "streams", "worker_id")
+    __slots__ = ("_origin", "_output", "final_usage", "streams", "worker_id")
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, origin: PoolingOrigin) -> None:
         self.streams = False
         self.final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
-        self._asked = asked
+        self._origin = origin
         self._output: EmbeddingsEngineOutput | None = None
 
     @property
@@ -71,7 +73,7 @@ class PoolingAnswer(ABC):
         self._take(output)
 
     def _take(self, output: EmbeddingsEngineOutput) -> None:
-        vectors, expected = output.embeddings, self._asked.vectors
+        vectors, expected = output.embeddings, self._origin.vectors
         if self._output is not None or len(vectors) != expected:
             raise EngineFailure(f"expected one output with {expected} vectors, got {len(vectors)}")
         if any(isinstance(vector, bytes) and len(vector) % _FLOAT32 for vector in vectors):
@@ -121,8 +123,8 @@ class PoolingAnswer(ABC):
     def pieces(self) -> Iterator[bytes]:
         """Yield the body in pieces of some ``_PIECE`` numbers."""
         parts, numbers = [self._opening()], 0
-        for rank, index in enumerate(self._order()):
-            if rank:
+        for position, index in enumerate(self._order()):
+            if position:
                 parts.append(b",")
             for text, cost in self._row(index):
                 parts.append(text)
@@ -136,7 +138,7 @@ class PoolingAnswer(ABC):
     def usage(self) -> Usage:
         """Return the worker's count of tokens, else ours."""
         reported = 0 if self._output is None else self._output.prompt_tokens
-        return Usage(reported or self._asked.prompt_tokens, 0, None)
+        return Usage(reported or self._origin.prompt_tokens, 0, None)
 
     @property
     def _vectors(self) -> list[list[float] | bytes]:
@@ -144,7 +146,7 @@ class PoolingAnswer(ABC):
         return self._output.embeddings
 
     def _cost(self, index: int) -> int:
-        """The numbers of a row, or as many as take as long."""
+        """The time to write a row, in numbers that take as long."""
         return _size(self._vectors[index])
 
     def _order(self) -> Sequence[int]:
@@ -153,14 +155,14 @@ class PoolingAnswer(ABC):
 
     def _opening(self) -> bytes:
         """What precedes the rows."""
-        head = f'{self._asked.request_id}","object":"list","created":{int(time.time())}'
+        head = f'{self._origin.request_id}","object":"list","created":{int(time.time())}'
         return f'{{"id":"{head},"data":['.encode()
 
     def _closing(self) -> bytes:
         """What follows the rows."""
         count = self.usage().prompt_tokens
         usage = b'"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (count, count)
-        return b"".join((b'],"model":', orjson.dumps(self._asked.model), b",", usage))
+        return b"".join((b'],"model":', orjson.dumps(self._origin.model), b",", usage))
 
     @abstractmethod
     def _row(self, index: int) -> Iterator[tuple[bytes, int]]:
@@ -172,8 +174,8 @@ class EmbeddingsAnswer(PoolingAnswer):
 
     __slots__ = ("_as_base64",)
 
-    def __init__(self, asked: Asked, as_base64: bool) -> None:
-        super().__init__(asked)
+    def __init__(self, origin: PoolingOrigin, as_base64: bool) -> None:
+        super().__init__(origin)
         self._as_base64 = as_base64
 
     def _opening(self) -> bytes:
@@ -191,8 +193,8 @@ class VectorsAnswer(PoolingAnswer):
 
     __slots__ = ("_as_base64",)
 
-    def __init__(self, asked: Asked, as_base64: bool) -> None:
-        super().__init__(asked)
+    def __init__(self, origin: PoolingOrigin, as_base64: bool) -> None:
+        super().__init__(origin)
         self._as_base64 = as_base64
 
     def _row(self, index: int) -> Iterator[tuple[bytes, int]]:
@@ -216,8 +218,8 @@ class ClassifyAnswer(PoolingAnswer):
 
     __slots__ = ("_labels",)
 
-    def __init__(self, asked: Asked, labels: Sequence[str]) -> None:
-        super().__init__(asked)
+    def __init__(self, origin: PoolingOrigin, labels: Sequence[str]) -> None:
+        super().__init__(origin)
         self._labels = labels
 
     def _row(self, index: int) -> Iterator[tuple[bytes, int]]:
@@ -250,9 +252,9 @@ class RerankAnswer(ScoreAnswer):
 
     __slots__ = ("_documents", "_ranked", "_top_n")
 
-    def __init__(self, asked: Asked, documents: Sequence[str] | None, top_n: int) -> None:
+    def __init__(self, origin: PoolingOrigin, documents: Sequence[str] | None, top_n: int) -> None:
         """``documents`` are returned with their scores, unless they are None."""
-        super().__init__(asked)
+        super().__init__(origin)
         self._documents = documents
         self._top_n = top_n
         self._ranked: Sequence[int] = ()
@@ -272,7 +274,7 @@ class RerankAnswer(ScoreAnswer):
         return 1 + size // _CHARACTERS_PER_NUMBER
 
     def _opening(self) -> bytes:
-        return f'{{"id":"{self._asked.request_id}","results":['.encode()
+        return f'{{"id":"{self._origin.request_id}","results":['.encode()
 
     def _row(self, index: int) -> Iterator[tuple[bytes, int]]:
         row: dict[str, Any] = {"index": index, "relevance_score": self._score(index)}
@@ -310,11 +312,11 @@ class BodyEmbeddingsAnswer(EmbeddingsAnswer):
     __slots__ = ()
 
     def __init__(self, model: str) -> None:
-        super().__init__(Asked(model, 0, 0), False)
+        super().__init__(PoolingOrigin(model, 0, 0), False)
 
     def expect(self, inputs: int, as_base64: bool) -> None:
         """Set what the request asks for, once it is parsed."""
-        self._asked, self._as_base64 = self._asked._replace(vectors=inputs), as_base64
+        self._origin, self._as_base64 = self._origin._replace(vectors=inputs), as_base64
 
     def receive(self, payload: bytes) -> None:
         """Add the worker's body. Raises EngineFailure: not one vector for each input."""

@@ -10,7 +10,7 @@ from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
 Frame = tuple[str] | tuple[str, str]
 """A marker; or one with a name behind it, and what must follow that name."""
 _MAX_NAME = 128
-_NAME = re.compile(r"[^\n<]{0,128}")
+_NAME = re.compile(rf"[^\n<]{{0,{_MAX_NAME}}}")
 
 
 def frames(*markers: str) -> tuple[Frame, ...]:

@@ -44,7 +44,7 @@ from dynamo.frontend.prompt.template import (
 )
 from dynamo.frontend.prompt.tool_choice import forced_schema, has_grammar
 from dynamo.frontend.prompt.truncation import cut_ids, prompt_cut
-from dynamo.frontend.text.token_frames import Cut
+from dynamo.frontend.text.token_frames import Cut, shortened
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens, tokens
@@ -371,7 +371,7 @@ class Preprocessor:
         self, ids: list[int], with_text: bool = False, cut: Cut | None = None
     ) -> TokenizedPrompt:
         if cut is not None:
-            ids = ids[-cut.limit :] if cut.side == "left" else ids[: cut.limit]
+            ids = shortened(ids, cut.limit, cut.side)
         if max(ids) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
                 f"Validation: token id {max(ids)} is out of range, "

@@ -400,7 +400,7 @@ class EngineRequest:
     def _stop_early(self) -> None:
         """A stop string ended the text before the engine ended its output."""
         if self.stream is not None:
-            # An orderly end, for the metrics of the engine; the kill lets no handler go on.
+            # stop() first: the engine counts a finished request. kill() ends any handler.
             self.stream.stop()
             self.stream.kill()
         self.open = False

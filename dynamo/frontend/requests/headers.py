@@ -152,7 +152,7 @@ def check_nvext(nvext: NvExt | None, key: ApiKey | None) -> None:
                 raise _forbidden(f"'nvext.routing_constraints.{name}'", key, "routing")
 
 
-def check_wishes(nvext: NvExt | None, priority: int | None, key: ApiKey | None) -> None:
+def check_router_fields(nvext: NvExt | None, priority: int | None, key: ApiKey | None) -> None:
     """As :func:`check_nvext`, with vLLM's ``priority`` of the request, where low goes first."""
     check_nvext(nvext, key)
     if key is None or key.grants is None or priority is None:
@@ -165,15 +165,14 @@ def check_wishes(nvext: NvExt | None, priority: int | None, key: ApiKey | None) 
 def check_fields(
     request: GenerationRequest, key: ApiKey | None, ignores_nvext: bool = False
 ) -> None:
-    """Check what a client's request asks of router and engine, in ``nvext`` and in vLLM's fields.
+    """Check the fields of a client's request that router and engine obey.
 
-    With ``ignores_nvext`` its wishes for the router have no effect. Raises Forbidden naming the
-    field.
+    With ``ignores_nvext`` those for the router have no effect. Raises Forbidden naming the field.
     """
     if key is None or key.grants is None:
         return
     if not ignores_nvext:
-        check_wishes(request.nvext, request.priority, key)
+        check_router_fields(request.nvext, request.priority, key)
     # These name the hosts and blocks of other engines.
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(request, name) is not None and not key.grants.routing:

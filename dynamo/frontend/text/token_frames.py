@@ -7,7 +7,7 @@ them do not depend on the texts, so they are read once from what ``tokenizers`` 
 from __future__ import annotations
 
 from array import array
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import tokenizers
@@ -16,19 +16,18 @@ from dynamo.protocols.codec import Tokens
 
 _PROBES = ("hello world", "an answer")
 Side = Literal["left", "right"]
+Ids = TypeVar("Ids", Tokens, list[int])
 
 
 class Cut(NamedTuple):
-    """How a longer input is shortened to ``limit`` tokens, special ones included.
-
-    ``side`` loses tokens of the texts. ``slices``: of the whole sequence instead, special tokens
-    too, as vLLM does for a ``truncation_side`` of the request. ``second_only``: of two texts the
-    first is kept.
-    """
+    """How a longer input is shortened to ``limit`` tokens, special ones included."""
 
     limit: int
+    #: The side at which tokens of the texts are dropped.
     side: Side = "right"
+    #: Drop special tokens, too, as vLLM does for a ``truncation_side`` of the request.
     slices: bool = False
+    #: Of two texts, shorten the second alone.
     second_only: bool = False
 
 
@@ -94,7 +93,7 @@ class TokenFrames(msgspec.Struct):
         return self.single.single(ids[len(self.single.before) : behind], cut)
 
 
-def shortened(ids: Tokens, size: int, side: Side) -> Tokens:
+def shortened(ids: Ids, size: int, side: Side) -> Ids:
     """Return at most ``size`` of ``ids``, without those at ``side``. O(size)."""
     if len(ids) <= size:
         return ids

@@ -158,6 +158,7 @@ class IdNames(Tokenizer):
     """The same tokenizer, which names tokens by their ids, ``token_id:5``, as vLLM's server."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        # It shares all tables: the constructor of the parent would read the model's files.
         self.__dict__.update(tokenizer.__dict__)
 
     def token_text(self, token_id: int) -> str:

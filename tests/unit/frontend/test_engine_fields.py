@@ -319,10 +319,12 @@ def test_tokens_are_named_by_their_ids() -> None:
 
 
 def test_only_the_prompt() -> None:
-    stream = completion(echo=True, max_tokens=0, logprobs=1)
+    stream = completion(echo=True, max_tokens=0, logprobs=1, kv_transfer_params={})
     assert stream._prepared.requests[0].stop_conditions.max_tokens == 1
-    stream.choices[0].push(token("junk", log_probs=[-1.0], finish_reason="length"))
+    sent = {"disaggregated_params": {"kv_transfer_params": {"remote": "x"}}}
+    stream.choices[0].push(token("junk", log_probs=[-1.0], finish_reason="length", **sent))
     body = unary(stream)
+    assert body["kv_transfer_params"] == {"remote": "x"}
     assert body["choices"][0]["text"] == "Hello there"
     assert len(body["choices"][0]["logprobs"]["tokens"]) == len(ids_of("Hello there"))
     assert body["usage"]["completion_tokens"] == 0

@@ -13,9 +13,9 @@ from text_kit import card
 
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.pooling import (
-    Asked,
     ClassifyAnswer,
     PoolingAnswer,
+    PoolingOrigin,
     RerankAnswer,
     ScoreAnswer,
     VectorsAnswer,
@@ -119,27 +119,29 @@ def answered(answer: PoolingAnswer, *vectors: list[float], rows: list[int] | Non
 
 def test_the_best_documents_come_first_and_equal_ones_in_their_order() -> None:
     texts = ["a", "b", "c", "d"]
-    body = answered(RerankAnswer(Asked("m", 4, 9, "rerank-1"), texts, 3), [1], [2], [2], [-5])
+    body = answered(
+        RerankAnswer(PoolingOrigin("m", 4, 9, "rerank-1"), texts, 3), [1], [2], [2], [-5]
+    )
     assert [(row["index"], row["document"]) for row in body["results"]] == [
         (1, {"text": "b"}),
         (2, {"text": "c"}),
         (0, {"text": "a"}),
     ]
     assert body["id"] == "rerank-1" and body["usage"]["prompt_tokens"] == 5
-    bare = answered(RerankAnswer(Asked("m", 1, 9), None, 0), [1])
+    bare = answered(RerankAnswer(PoolingOrigin("m", 1, 9), None, 0), [1])
     assert bare["results"] == [{"index": 0, "relevance_score": 1.0}]
 
 
 @pytest.mark.parametrize("vectors", [[[1.0]], [[1.0], [1.0, 2.0]], [[1.0], []]])
 def test_a_worker_that_sends_no_score_for_a_pair(vectors: list[list[float]]) -> None:
     with pytest.raises(EngineFailure):
-        answered(ScoreAnswer(Asked("m", 2, 9)), *vectors)
+        answered(ScoreAnswer(PoolingOrigin("m", 2, 9)), *vectors)
 
 
 def test_the_class_without_a_name_is_null() -> None:
-    (named, none) = answered(ClassifyAnswer(Asked("m", 2, 9), ["no"]), [0.75, 0.25], [0.25, 0.75])[
-        "data"
-    ]
+    (named, none) = answered(
+        ClassifyAnswer(PoolingOrigin("m", 2, 9), ["no"]), [0.75, 0.25], [0.25, 0.75]
+    )["data"]
     assert (named["label"], none["label"]) == ("no", None)
     assert named["probs"] == [0.75, 0.25] and none["num_classes"] == 2
 
@@ -148,7 +150,7 @@ def test_the_class_without_a_name_is_null() -> None:
 def test_the_vectors_of_tokens_are_sent_in_pieces(encoding: str) -> None:
     width, height = 100, 3000
     numbers = [float(number % 977) for number in range(width * height)]
-    answer = VectorsAnswer(Asked("m", 2, 9), encoding == "base64")
+    answer = VectorsAnswer(PoolingOrigin("m", 2, 9), encoding == "base64")
     raw = [array("f", numbers).tobytes(), array("f", [1, 2]).tobytes()]
     answer.receive(encode({"embeddings": raw, "row_sizes": [width, 1]}))
     assert not answer.is_short
@@ -165,11 +167,11 @@ def test_the_vectors_of_tokens_are_sent_in_pieces(encoding: str) -> None:
 @pytest.mark.parametrize("rows", [[3, 1], [2], [0, 1]])
 def test_rows_that_do_not_fit(rows: list[int]) -> None:
     with pytest.raises(EngineFailure):
-        answered(VectorsAnswer(Asked("m", 2, 9), False), [1, 2], [1], rows=rows)
+        answered(VectorsAnswer(PoolingOrigin("m", 2, 9), False), [1, 2], [1], rows=rows)
 
 
 def test_long_documents_make_a_long_answer() -> None:
     texts = ["x" * 100_000 for _ in range(40)]
-    answer = RerankAnswer(Asked("m", 40, 9), texts, 0)
+    answer = RerankAnswer(PoolingOrigin("m", 40, 9), texts, 0)
     answered(answer, *[[1.0]] * 40)
     assert not answer.is_short and len(list(answer.pieces())) > 2

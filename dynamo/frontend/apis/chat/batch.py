@@ -104,7 +104,7 @@ def parse_batch(body: bytes, *, unknown: str = REFUSE) -> ChatBatch:
 
 
 def _check_single(chat: ChatCompletionRequest) -> None:
-    """Refuse what has no meaning for several conversations, as vLLM's server does."""
+    """Refuse fields without a meaning for several conversations, as vLLM's server does."""
     nvext = chat.nvext
     fields = {
         "stream": chat.stream,
@@ -197,7 +197,7 @@ class ChatBatchStream(ChatStream):
         make = super()._make_choices
         return [make(request, part, tokenizer)[0] for part in prepared.parts]
 
-    # What is shown of a prompt belongs to its choice.
+    # Log probabilities and ids of a prompt are members of its choice.
     _add_prompt_logprobs = GenerationStream._add_prompt_logprobs
     _add_prompt_ids = GenerationStream._add_prompt_ids
 

@@ -18,7 +18,7 @@ from dynamo.frontend.prompt.validation import check_chat
 from dynamo.frontend.text.token_frames import Cut, Side, TokenFrame, shortened
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.openai import MAX_EMBEDDING_INPUTS, ChatCompletionRequest
-from dynamo.protocols.pooling import InputBody, PairBody, PoolingFacts
+from dynamo.protocols.pooling import CROSS_ENCODER, InputBody, PairBody, PoolingFacts
 
 MAX_BATCH_TOKENS = 1 << 20
 """Tokens of all inputs of a request, before they are cut."""
@@ -57,7 +57,10 @@ def text_inputs(preprocessor: Preprocessor, facts: PoolingFacts, request: InputB
 
 
 def pair_inputs(preprocessor: Preprocessor, facts: PoolingFacts, request: PairBody) -> Inputs:
-    """Return the ids of pairs, or of queries and what they are compared with; as above."""
+    """Return the ids of pairs, or of queries and of the texts that are compared with them.
+
+    As :func:`text_inputs`.
+    """
     try:
         first, second = request.pair_texts
     except ValueError as error:
@@ -79,7 +82,7 @@ def pair_inputs(preprocessor: Preprocessor, facts: PoolingFacts, request: PairBo
             "(`pooling` in the runtime_data of their cards)"
         )
     encoder = _Encoder(preprocessor, facts, request, "documents")
-    if facts.scoring != "cross-encoder":
+    if facts.scoring != CROSS_ENCODER:
         limits = (*[request.max_tokens_per_query] * len(first),
                   *[request.max_tokens_per_doc] * len(second))  # fmt: skip
         texts = zip((*first, *second), limits, strict=True)
@@ -93,8 +96,7 @@ def pair_inputs(preprocessor: Preprocessor, facts: PoolingFacts, request: PairBo
 
 
 class _Encoder:
-    """Makes the ids of one request's texts; ``total`` counts those before any is cut. Errors name
-    ``field``."""
+    """Makes the ids of one request's texts. Errors name ``field``."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class _Encoder:
         self.preprocessor = preprocessor
         self.field = field
         self.facts = facts
-        self.total = 0
+        self.total = 0  # ids before any text is cut
         self.request = request
         self.side: Side = "left" if facts.truncates_left else "right"
         self.cut = self._cut(request.truncate_prompt_tokens)
@@ -211,21 +213,23 @@ class _Encoder:
 
 
 class _Pairs:
-    """Makes one input of two texts, for a cross-encoder. Each different first text is encoded once;
-    ``type_one_at`` has for each pair so far where the second begins."""
+    """Makes one input of two texts, for a cross-encoder.
+
+    ``type_one_at`` has for each pair so far where the second text begins.
+    """
 
     def __init__(self, encoder: _Encoder, request: PairBody) -> None:
         self.type_one_at: list[int] = []
         self._encoder = encoder
         self._request = request
-        self._firsts: dict[str, Tokens] = {}
-        self._joined = self._how()
+        self._firsts: dict[str, Tokens] = {}  # one text is often the first of all pairs
+        self._form = self._choose_form()
 
     def encode(self, first: str, second: str) -> Tokens:
         """Return the ids of a pair. Raises InvalidArgument."""
-        return self._joined(first, second)
+        return self._form(first, second)
 
-    def _how(self) -> Callable[[str, str], Tokens]:
+    def _choose_form(self) -> Callable[[str, str], Tokens]:
         encoder, request = self._encoder, self._request
         card, tokenizer = encoder.preprocessor.card, encoder.preprocessor.tokenizer
         if card.custom_template_path:
@@ -247,7 +251,7 @@ class _Pairs:
     def _framed(self, first: str, second: str) -> Tokens:
         encoder, request = self._encoder, self._request
         frame: TokenFrame | None = encoder.preprocessor.tokenizer.frames.pair
-        assert frame is not None, "checked in _how"
+        assert frame is not None, "checked in _choose_form"
         ids = self._firsts.get(first)
         if ids is None:
             limit = request.max_tokens_per_query

@@ -17,10 +17,10 @@ import msgspec
 from dynamo.config.frontend import REFUSE
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.pooling import (
-    Asked,
     ClassifyAnswer,
     EmbeddingsAnswer,
     PoolingAnswer,
+    PoolingOrigin,
     RerankAnswer,
     ScoreAnswer,
     VectorsAnswer,
@@ -34,7 +34,7 @@ from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, check_engine_value
 from dynamo.frontend.prompt.engine_options import request_routing
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import BodyDecoder
-from dynamo.frontend.requests.headers import check_wishes, request_id, routed
+from dynamo.frontend.requests.headers import check_router_fields, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -76,7 +76,7 @@ class PoolingApi(NamedTuple):
     name: str
     body: type[AnyPoolingBody]
     inputs: Callable[[Preprocessor, PoolingFacts, Any], Inputs]
-    answer: Callable[[Any, PoolingFacts, Asked], PoolingAnswer]
+    answer: Callable[[Any, PoolingFacts, PoolingOrigin], PoolingAnswer]
 
     @property
     def model_type(self) -> str:
@@ -145,32 +145,32 @@ def _vectors_inputs(preprocessor: Preprocessor, facts: PoolingFacts, body: Pooli
     return text_inputs(preprocessor, facts, body)
 
 
-def _rerank_answer(body: RerankBody, facts: PoolingFacts, asked: Asked) -> PoolingAnswer:
+def _rerank_answer(body: RerankBody, facts: PoolingFacts, origin: PoolingOrigin) -> PoolingAnswer:
     documents = None if body.return_documents is False else body.pair_texts[1]
-    return RerankAnswer(asked, documents, body.top_n or 0)
+    return RerankAnswer(origin, documents, body.top_n or 0)
 
 
 EMBEDDINGS_API = PoolingApi(
     EMBEDDINGS,
     EmbeddingBody,
     text_inputs,
-    lambda body, facts, asked: EmbeddingsAnswer(asked, body.encoding_format == "base64"),
+    lambda body, facts, origin: EmbeddingsAnswer(origin, body.encoding_format == "base64"),
 )
 APIS = (
     EMBEDDINGS_API,
     PoolingApi(RERANK, RerankBody, pair_inputs, _rerank_answer),
-    PoolingApi(SCORE, ScoreBody, pair_inputs, lambda body, facts, asked: ScoreAnswer(asked)),
+    PoolingApi(SCORE, ScoreBody, pair_inputs, lambda body, facts, origin: ScoreAnswer(origin)),
     PoolingApi(
         CLASSIFY,
         ClassifyBody,
         text_inputs,
-        lambda body, facts, asked: ClassifyAnswer(asked, facts.labels),
+        lambda body, facts, origin: ClassifyAnswer(origin, facts.labels),
     ),
     PoolingApi(
         POOLING,
         PoolingBody,
         _vectors_inputs,
-        lambda body, facts, asked: VectorsAnswer(asked, body.encoding_format == "base64"),
+        lambda body, facts, origin: VectorsAnswer(origin, body.encoding_format == "base64"),
     ),
 )
 """Every API of ``POOLING_PATHS``."""
@@ -187,7 +187,7 @@ class _PoolingCall(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether the texts are many, or rendered by a template, which takes as long."""
+        """Whether there are many texts, or a template renders them: both belong in a thread."""
         if isinstance(self.body, InputBody):
             return self.body.messages is not None
         values = msgspec.structs.astuple(self.body)
@@ -290,8 +290,10 @@ class PoolingRoutes:
         prepared_s = time.monotonic()
         api, request, loaded, parsed, facts = call
         ids = inputs.joined
-        asked = Asked(parsed.model, inputs.vectors, len(ids), f"{api.name}-{request.engine_id}")
-        answer = api.answer(parsed, facts, asked)
+        origin = PoolingOrigin(
+            parsed.model, inputs.vectors, len(ids), f"{api.name}-{request.engine_id}"
+        )
+        answer = api.answer(parsed, facts, origin)
         request.prepared(answer, prepared_s)
         message = PreprocessedEmbeddingRequest(
             model=parsed.model,
@@ -307,7 +309,7 @@ class PoolingRoutes:
         if ignores_nvext:
             parsed.nvext = parsed.priority = parsed.session_id = None
         nvext = parsed.nvext
-        check_wishes(nvext, parsed.priority, exchange.api_key)
+        check_router_fields(nvext, parsed.priority, exchange.api_key)
         routing = request_routing(parsed, loaded.card.lora_name)
         routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
         override = None if nvext is None else nvext.router_config_override
