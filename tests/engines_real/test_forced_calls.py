@@ -46,11 +46,14 @@ CLOSE = 4102  # </think>
 def thinking(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> Iterator[EngineDeployment]:
-    """The model ``tiny``, whose answers begin inside the reasoning."""
+    """The model ``tiny``, whose answers begin inside the reasoning, also for vLLM's own parser of
+    it, and as ``drafting`` with drafts of speculation, which exclude biases."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     with closing(EngineDeployment(tmp_path_factory.mktemp("thinking"))) as deployment:
         deployment.frontend()
-        deployment.worker(tiny_model, "tiny", "--dyn-reasoning-parser", "deepseek_r1")
-        deployment.wait_for_models("tiny")
+        deployment.worker(tiny_model, "tiny", "--reasoning-parser", "deepseek_r1")
+        deployment.worker(tiny_model, "drafting", "--speculative-config", json.dumps(drafts))
+        deployment.wait_for_models("tiny", "drafting")
         yield deployment
 
 
@@ -67,7 +70,7 @@ def ask(choice: Any, text: str) -> dict[str, Any]:
 
 def calls(answer: dict[str, Any]) -> list[tuple[str, Any]]:
     functions = [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
-    return [(each["name"], json.loads(each["arguments"])) for each in functions]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
 @pytest.mark.parametrize("text", ["How warm is it?", "How far?", "x"])
@@ -136,6 +139,16 @@ def test_the_model_thinks_before_a_forced_call(thinking: EngineDeployment, choic
     assert json.loads(parts["arguments"]) == arguments
 
 
+def test_drafts_follow_the_grammar(thinking: EngineDeployment) -> None:
+    call = '<tool_call>\n{"name": "length", "arguments": {"unit": "mile", "on": "no", "x": 1}}'
+    for seed in range(8):
+        body = ask("required", f"Write {call}, then {call}") | {
+            "model": "drafting", "parallel_tool_calls": False, "temperature": 1, "seed": seed
+        }  # fmt: skip
+        ((name, arguments),) = calls(thinking.post("/v1/chat/completions", body))
+        assert arguments["unit"] in UNITS[name] and len(arguments) == 2
+
+
 def test_the_call_token_of_the_model_is_written(ours: EngineDeployment) -> None:
     body = ask(NAMED, "How far?") | {"logprobs": True}
     answer = ours.post("/v1/chat/completions", body)["choices"][0]
@@ -165,3 +178,40 @@ def test_every_format_is_followed_by_the_engine(ours: EngineDeployment, name: st
         arguments = json.loads(call["function"]["arguments"])
         assert arguments["unit"] in UNITS[call["function"]["name"]]
         assert arguments["on"] in (True, False) and len(arguments) == 2
+
+
+def test_messages_and_responses_force_calls_alike(thinking: EngineDeployment) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    plain = {"model": "drafting", "temperature": 0}
+    message = thinking.post(
+        "/v1/messages",
+        plain
+        | {
+            "messages": [{"role": "user", "content": "How far?"}],
+            "max_tokens": 400,
+            "tools": [
+                {"name": function["name"], "input_schema": function["parameters"]}
+                for function in functions
+            ],
+            "tool_choice": {"type": "tool", "name": "length"},
+        },
+    )
+    response = thinking.post(
+        "/v1/responses",
+        plain
+        | {
+            "input": "How far?",
+            "max_output_tokens": 400,
+            "tools": [{"type": "function", **function} for function in functions],
+            "tool_choice": {"type": "function", "name": "length"},
+        },
+    )
+    (use,) = message["content"]
+    (call,) = response["output"]
+    assert (use["type"], call["type"]) == ("tool_use", "function_call")
+    for name, arguments in (
+        (use["name"], use["input"]),
+        (call["name"], json.loads(call["arguments"])),
+    ):
+        assert name == "length" and len(arguments) == 2
+        assert arguments["unit"] in UNITS["length"] and arguments["on"] in (True, False)
