@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx2 as httpx
+import pytest
 from until import until
 
 from dynamo.config.frontend import FrontendSettings
@@ -132,7 +133,9 @@ async def test_a_thousand_adapters_leave_nothing(tmp_path: Path) -> None:
     assert all(more <= most for more, most in zip(grown, LEFT, strict=True)), (before, after)
 
 
-async def test_bodies_and_files_that_are_wrong_are_explained(tmp_path: Path) -> None:
+async def test_bodies_and_files_that_are_wrong_are_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running(tmp_path) as site:
         (site.adapter / "adapter_config.json").write_text('{"r": "8"}')
         name = "n" * 257
@@ -144,3 +147,5 @@ async def test_bodies_and_files_that_are_wrong_are_explained(tmp_path: Path) -> 
         ):
             answer = await site.client.post(f"/v1/{path}_lora_adapter", json=body)
             assert answer.status_code == 400 and text in answer.json()["message"], answer.text
+    # They are the client's errors.
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

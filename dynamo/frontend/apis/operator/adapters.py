@@ -94,15 +94,14 @@ class AdapterRoutes:
         self, exchange: Exchange, change: Callable[[bytes], Coroutine[Any, Any, str]]
     ) -> None:
         name = operator_name(exchange, exchange.path)
-        try:
-            # A client that disconnects does not stop an operation half-way.
-            work = self._tasks.spawn(change(exchange.body), name=exchange.path)
-            text = await asyncio.shield(work)
-        except DynamoError as error:
-            exchange.respond(*error_response(error, self._overload_status))
+        # A client that disconnects does not stop an operation half-way.
+        work = self._tasks.spawn(_outcome(change(exchange.body)), name=exchange.path)
+        outcome = await asyncio.shield(work)
+        if isinstance(outcome, DynamoError):
+            exchange.respond(*error_response(outcome, self._overload_status))
             return
-        log.info("%s: %s", name, text)
-        exchange.respond(200, text.encode(), "text/plain; charset=utf-8")
+        log.info("%s: %s", name, outcome)
+        exchange.respond(200, outcome.encode(), "text/plain; charset=utf-8")
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
@@ -301,6 +300,14 @@ class AdapterRoutes:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
+
+
+async def _outcome(change: Coroutine[Any, Any, str]) -> str | DynamoError:
+    """Return the text of a change, or its error: a task that raises is logged with a traceback."""
+    try:
+        return await change
+    except DynamoError as error:
+        return error
 
 
 def _workers(base: ModelEntry) -> list[EndpointRecord]:
