@@ -17,25 +17,27 @@ from dynamo.runtime.requests.server import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, ServerStream
 
 OnGaps = Callable[[int, list[tuple[float, int]]], None]
-"""Receives a rank, and how many seconds after the last one of the same request how many tokens
-came."""
+"""Receives a rank and its gaps: the seconds since a request's last token, and how many tokens
+arrived then."""
 
 
 class PlainTokens:
     """The streams that get their plain tokens directly.
 
-    ``counts`` are how many tokens went this way, for each message that waits for its reader, who
-    takes them; ``count`` are those of messages without anything else. ``gaps`` are the times before
-    those of the last message, which ``on_gaps`` gets with the rank of their engine. Messages with
-    other outputs wait for their reader: ``sent`` of them so far, of which it has ``read`` so many.
-    The tokens of a request do not overtake those that wait.
+    Messages with other outputs wait for their reader. The tokens of a request do not overtake those
+    that wait.
     """
 
     def __init__(self, on_gaps: OnGaps = lambda rank, gaps: None) -> None:
         self.on_gaps = on_gaps
+        #: The gaps of the last message.
         self.gaps: list[tuple[float, int]] = []
+        #: Tokens passed on, for each message that waits for its reader, which removes its count.
         self.counts: deque[int] = deque()
-        self.count = self.sent = self.read = 0
+        #: Tokens passed on since the last of these messages.
+        self.count = 0
+        #: Messages with other outputs so far, and how many of them their reader has read.
+        self.sent = self.read = 0
         self._router = TokenRouter(DATA, TOKEN_PREFIX)
         self._numbers: dict[ServerConnection, int] = {}
         self._connections: dict[int, tuple[ServerConnection, EndpointStats]] = {}

@@ -24,21 +24,22 @@ _WHOLE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')
 
 
 class JsonCallShape(NamedTuple):
-    """What is around the objects: ``start`` and ``end`` are markers. Without ``end`` the calls end
-    at the first text that is neither an object nor a separator. ``bare``: an answer may begin with
-    an object, without a marker. ``listed``: a call is only one of the request's tools; so is a call
-    without a marker. ``name`` and ``arguments`` are the members of an object; with ``keyed`` it is
-    ``{"f": {…}}`` instead. ``header``: the name may precede the object, as ``f[ARGS]{…}``.
-    """
+    """The markers around JSON objects, and the members of an object that make a call."""
 
     start: tuple[str, ...]
+    #: Without one the calls end at the first text that is neither an object nor a separator.
     end: tuple[str, ...] = ()
+    #: An answer may begin with an object, without a marker, which names one of the request's tools.
     bare: bool = False
+    #: Each call names one of the request's tools; other objects are content.
     listed: bool = False
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
+    #: An object is ``{"f": {…}}``, without the members above.
     keyed: bool = False
+    #: The name may precede the object, as ``f[ARGS]{…}``.
     header: bool = False
+    #: Special tokens that the markers contain.
     tokens: tuple[str, ...] = ()
 
     @property

@@ -32,31 +32,32 @@ _TEXT_TYPES = ("true", "string")
 
 
 class XmlCallShape(NamedTuple):
-    """The tags around a call, its function and each parameter, each as (opens, closes).
+    """The tags around a call, its function and each parameter, each as (opens, closes)."""
 
-    ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``tag_ends`` and
-    ``name_ends``. Where ``function`` opens with "", the name follows ``call`` at once, and the
-    first parameter or the end of the call ends it; where ``call`` is "", a function has no tag
-    around it. ``value_opens`` is a tag between the name of a parameter and its value, and
-    ``value_closes`` another end of a value. ``kind`` are tags before a value around its type, which
-    the schema has, too. Line breaks around a value are dropped with ``trims``.
-    ``typed``: ``string="true"`` or ``type="string"`` behind a name says whether a value is a text.
-    ``doubled``: the function ``f`` is called ``f.f``. ``follows`` are frames that may stand
-    behind a call. ``tokens`` are special tokens that the tags contain.
-    """
-
+    #: "" where a function has no tag around it.
     call: tuple[str, str]
+    #: A name follows, in quotes or not, up to ``tag_ends``. Where it opens with "", the name
+    #: follows ``call`` at once, up to the first parameter or the end of the call.
     function: tuple[str, str]
+    #: A name follows, in quotes or not, up to ``name_ends``.
     parameter: tuple[str, str]
     name_ends: str = ">"
+    #: A tag between the name of a parameter and its value.
     value_opens: str = ""
+    #: Line breaks around a value are dropped.
     trims: bool = True
     tag_ends: str = ">"
+    #: Another end of a value.
     value_closes: str = ""
+    #: ``string="true"`` or ``type="string"`` behind a name says whether a value is a text.
     typed: bool = False
+    #: The function ``f`` is called ``f.f``.
     doubled: bool = False
+    #: Frames that may stand behind a call.
     follows: tuple[str, ...] = ()
+    #: Tags before a value around its type, which the schema has, too.
     kind: tuple[str, str] = ("", "")
+    #: Special tokens that the tags contain.
     tokens: tuple[str, ...] = ()
 
     @property
