@@ -129,6 +129,8 @@ def test_no_adapter_gets_the_weights_of_another(ours: EngineDeployment, tmp_path
     assert [load(ours, f"a{number}", paths[number])[0] for number in (0, 1)] == [200, 200]
     second = text("a1")
     unload(ours, "a0")
+    gone = {**body, "model": "a0"}
+    ours.until(lambda: ours.request("POST", COMPLETIONS, gone)[0] == 404, "a0 is forgotten")
     assert load(ours, "a2", paths[2])[0] == 200
     assert text("a1") == second != text("a2")
     unload(ours, "a1")
