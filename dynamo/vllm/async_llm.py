@@ -40,7 +40,7 @@ from dynamo.vllm.engine_inputs import (
     priority,
 )
 from dynamo.vllm.metrics import vllm_page
-from dynamo.vllm.sampling import has_reasoning
+from dynamo.vllm.sampling import has_reasoning, refusal
 
 _CHECK_S = 1.0
 """AsyncLLM has no callback for the death of an idle engine."""
@@ -242,7 +242,7 @@ class AsyncLLMEngine:
         except EngineDeadError:
             sink.on_rejected(EngineDied("the vLLM engine died"))
         except CLIENT_ERRORS as error:
-            sink.on_rejected(InvalidArgument(str(error)))
+            sink.on_rejected(refusal(request, error))
         except BaseException as error:  # noqa: BLE001 - also a panic in Rust
             sink.on_rejected(failure(error))
         finally:

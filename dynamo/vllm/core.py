@@ -57,7 +57,7 @@ from dynamo.vllm.metrics import EngineMetrics, RunningRequest
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.pooling_model import find_pooling_facts
-from dynamo.vllm.sampling import has_reasoning, is_costly
+from dynamo.vllm.sampling import has_reasoning, is_costly, refusal
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
@@ -287,7 +287,7 @@ class CoreEngine:
                 data_parallel_rank=rank,
             )
         except CLIENT_ERRORS as error:
-            raise InvalidArgument(str(error)) from None
+            raise refusal(request, error) from None
         engine_request.external_req_id = number
         if has_reasoning(request.sampling_options.guided_decoding):
             # The engine's own parser of reasoning would begin the grammar behind it.

@@ -223,6 +223,16 @@ def has_reasoning(guided: Mapping[str, Any] | None) -> bool:
     return guided is not None and guided.get(GRAMMAR_OF_REASONING) is True
 
 
+def refusal(request: PreprocessedRequest, error: Exception) -> InvalidArgument:
+    """Return vLLM's refusal of ``request`` for the client, who did not write a tag of ours."""
+    if not has_reasoning(request.sampling_options.guided_decoding):
+        return InvalidArgument(str(error))
+    return InvalidArgument(
+        "Validation: the 'parameters' of a function in 'tools' cannot be a grammar: "
+        f"{error.__cause__ or error}; correct its schema or set 'tool_choice' to 'auto'"
+    )
+
+
 def _grammar(guided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's ``StructuredOutputsParams``.
 

@@ -215,3 +215,11 @@ def test_messages_and_responses_force_calls_alike(thinking: EngineDeployment) ->
     ):
         assert name == "length" and len(arguments) == 2
         assert arguments["unit"] in UNITS["length"] and arguments["on"] in (True, False)
+
+
+def test_a_schema_that_is_no_grammar_is_refused(ours: EngineDeployment) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "no"}}}}
+    body = ask("required", "x") | {"tools": [{"type": "function", "function": function}]}
+    status, _, answer = ours.request("POST", "/v1/chat/completions", body)
+    message = json.loads(answer)["error"]["message"]
+    assert status == 400 and "'parameters' of a function in 'tools'" in message, answer
