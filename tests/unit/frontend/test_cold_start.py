@@ -249,6 +249,16 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     assert site.metric("dynamo_frontend_cold_start_queue_requests") == 0
 
 
+async def test_a_request_without_a_model_starts_the_only_one(site: Site) -> None:
+    request = site.client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+    answer = asyncio.ensure_future(request)
+    async with asyncio.timeout(20):
+        await site.planner.until(1)
+    await site.worker()
+    body = (await answer).json()
+    assert body["model"] == "tiny" and body["usage"]["completion_tokens"] == 3
+
+
 async def test_requests_go_in_their_order(site: Site) -> None:
     asked = []
     for number in range(30):

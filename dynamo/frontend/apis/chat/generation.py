@@ -90,13 +90,18 @@ def is_chat(body: bytes) -> bool:
 def requested_model(models: Models, request: Any, model_type: str) -> str:
     """Return the model of a request; one without it gets the only model of ``model_type``.
 
-    Raises InvalidArgument if there are several, NoInstances before the first. Adapters do not count
-    as models.
+    Before the first model registers it gets the only one that is started on demand. Raises
+    InvalidArgument if there are several, NoInstances before the first. Adapters do not count as
+    models.
     """
     if not request.model:
         entries = models.entries()
         if not entries:
-            raise NoInstances  # the first model may still register
+            on_demand = sorted(models.on_demand.models())
+            if len(on_demand) != 1:
+                raise NoInstances  # the first model may still register
+            request.model = on_demand[0]
+            return on_demand[0]
         named = {
             entry.name: entry
             for entry in entries
