@@ -6,6 +6,7 @@ requests elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class EngineOperations:
         self._endpoint = endpoint
         self._engine = engine
         self._control = control
+        self._updates = False  # update_weights paused the engine, not an operator
 
     def install(self, runtime: DistributedRuntime) -> None:
         """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
@@ -70,7 +72,8 @@ class EngineOperations:
         return {"is_paused": self._control.paused}
 
     async def update_weights(self, body: Any) -> dict[str, Any]:
-        """Let the running requests finish, read other weights of the same shape, go on.
+        """Let the running requests finish, read other weights of the same shape, go on if the
+        engine was not paused before.
 
         ``weights_path`` is their directory, by default that of the model. Raises InvalidArgument
         for a path without weights. If reading fails the engine stays paused: its weights may be of
@@ -86,8 +89,10 @@ class EngineOperations:
             await self._check_awake()
             if not self._control.paused:
                 await self._stop(False, True)
+                self._updates = True
             await self._engine.reload_weights(path)
-            await self._start()
+            if self._updates:
+                await self._start()
         log.info("the engine has the weights of %s", path or "the model's directory")
         return {"status": "ok", "message": "the weights are updated"}
 
@@ -125,7 +130,8 @@ class EngineOperations:
             await self._endpoint.unregister_endpoint_instance(asleep=True, waits=not keeps)
             await self._engine.pause(keeps, clears)
         except BaseException:
-            await self._engine.resume()
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                await self._engine.resume()
             await self._endpoint.register_endpoint_instance()
             raise
         self._control.paused = True
@@ -134,7 +140,7 @@ class EngineOperations:
 
     async def _start(self) -> None:
         await self._engine.resume()
-        self._control.paused = False
+        self._control.paused = self._updates = False
         await self._endpoint.register_endpoint_instance()
 
 

@@ -28,6 +28,7 @@ class Recorder:
         self.calls: list[str] = []
         self.asleep: set[str] = set()
         self.broken = False
+        self.bad_weights = False
         self.in_use = False
 
     async def sleep(self, level: int = 1) -> None:
@@ -42,7 +43,7 @@ class Recorder:
 
     async def reload_weights(self, path: str | None = None) -> None:
         self.calls.append("reload" if path is None else f"reload {path}")
-        if self.broken:
+        if self.bad_weights:
             raise EngineFailure("no such tensor")
 
     async def is_sleeping(self) -> bool:
@@ -210,14 +211,22 @@ async def test_weights_are_updated_between_requests(tmp_path: Path) -> None:
         "leave", "pause wait", "clear", f"reload {tmp_path}", "resume", "return"
     ]  # fmt: skip
     recorder.calls.clear()
-    await operations.pause(None)
-    recorder.broken = True
+    recorder.bad_weights = True
     with pytest.raises(EngineFailure, match="no such tensor"):
         await operations.update_weights(None)
     assert control.paused and recorder.calls == ["leave", "pause wait", "clear", "reload"]
-    recorder.broken = False
+    recorder.bad_weights = False
     await operations.update_weights(None)
     assert recorder.calls[4:] == ["reload", "resume", "return"] and not control.paused
+
+
+async def test_an_engine_that_was_paused_stays_so_with_other_weights() -> None:
+    recorder, control, operations = operated()
+    await operations.pause(None)
+    await operations.update_weights(None)
+    assert control.paused and recorder.calls[-1] == "reload"
+    await operations.resume(None)
+    assert not control.paused and recorder.calls[-1] == "return"
 
 
 @pytest.mark.parametrize(
