@@ -129,10 +129,24 @@ def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
                 and any(
                     hasattr(stream.owner, "record")
                     and stream.owner.record.endpoint not in (KV_QUERY, CLEAR_KV_BLOCKS)
+                    and not _is_pinned(stream, lease)
                     for stream in part.streams.values()
                 )
             ):
                 yield process, part
+
+
+def _is_pinned(stream: Any, worker_ids: set[int]) -> bool:
+    """Whether its client named these workers and no other: it waits until one of them goes on."""
+    routing = getattr(getattr(stream.sink, "preprocessed", None), "routing", None)
+    if routing is None:
+        return False
+    pins = routing.allowed_worker_ids or [
+        worker_id
+        for worker_id in (routing.backend_instance_id, routing.decode_worker_id)
+        if worker_id is not None
+    ]
+    return bool(pins) and worker_ids.issuperset(pins)
 
 
 def silent_too_long(
