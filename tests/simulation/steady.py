@@ -136,7 +136,7 @@ def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
                 yield process, part
 
 
-def _is_pinned(stream: Any, worker_ids: set[int]) -> bool:
+def _is_pinned(stream: Any, leases: set[str]) -> bool:
     """Whether its client named these workers and no other: it waits until one of them goes on."""
     routing = getattr(getattr(stream.sink, "preprocessed", None), "routing", None)
     if routing is None:
@@ -146,7 +146,7 @@ def _is_pinned(stream: Any, worker_ids: set[int]) -> bool:
         for worker_id in (routing.backend_instance_id, routing.decode_worker_id)
         if worker_id is not None
     ]
-    return bool(pins) and worker_ids.issuperset(pins)
+    return bool(pins) and all(f"{worker_id:x}" in leases for worker_id in pins)
 
 
 def silent_too_long(
