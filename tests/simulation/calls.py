@@ -43,7 +43,7 @@ _SHARE = 0.4
 _RATE = 1.0
 _MARK = "answer case {};"
 """What a prompt has so that a worker gives one of the answers of its format."""
-_MOST_TOKENS, _CUT_TOKENS = 400, 4
+_MOST_TOKENS, _CUT_TOKENS = 800, 4
 """``max_tokens`` of a message that is whole, and how many tokens a cut one lacks."""
 _SLOW_SHARE, _CANCEL_SHARE = 0.15, 0.15
 _REASONING = "We need 1 < 2."
