@@ -290,8 +290,9 @@ def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     words = [sys.executable, "-m", module, "--help"]
     env = {**os.environ, "COLUMNS": "300"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=env)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("  -")]
-    shown = {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line.split("   ")[0])}
+    # Two spaces separate a flag, and its value, from the help, which may name other flags.
+    lines = [line[2:].split("  ")[0] for line in done.stdout.splitlines() if line[:3] == "  -"]
+    shown = {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line)}
     groups = settings_groups(module)
     assert groups
     options = [option_of(field) for group in groups for field in fields_of(group)]

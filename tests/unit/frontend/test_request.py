@@ -120,6 +120,7 @@ class Site:
         self.entry = SimpleNamespace(
             name="tiny",
             types=frozenset(("Chat", "Completions")),
+            relayed=False,
             card=self.preprocessor.card,
             preprocessor=self.preprocessor,
             metrics=self.metrics.model("tiny"),
