@@ -177,7 +177,7 @@ class ClassifyBody(InputBody, kw_only=True, omit_defaults=True):
     """Body of POST /classify."""
 
 
-class PairBody(_PoolingBody, kw_only=True, omit_defaults=True):
+class _PairBody(_PoolingBody, kw_only=True, omit_defaults=True):
     """The fields of bodies with pairs of texts."""
 
     #: Limits on the tokens of each text; 0: none.
@@ -186,13 +186,8 @@ class PairBody(_PoolingBody, kw_only=True, omit_defaults=True):
     #: For the template of a model that has one.
     instruction: str | None = None
 
-    @property
-    def pair_texts(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second ones. Raises ValueError, which names the field."""
-        raise NotImplementedError
 
-
-class ScoreBody(PairBody, kw_only=True, omit_defaults=True):
+class ScoreBody(_PairBody, kw_only=True, omit_defaults=True):
     """Body of POST /v1/score, whose pairs have four pairs of names on vLLM's server."""
 
     text_1: Text | list[Text] | None = None
@@ -205,7 +200,7 @@ class ScoreBody(PairBody, kw_only=True, omit_defaults=True):
 
     @property
     def pair_texts(self) -> tuple[list[str], list[str]]:
-        """See the parent."""
+        """The first texts and the second ones. Raises ValueError, which names the field."""
         for first, second in _SCORE_NAMES:
             texts, others = getattr(self, first), getattr(self, second)
             if texts is not None and others is not None:
@@ -224,7 +219,7 @@ _SCORE_NAMES = (
 )
 
 
-class RerankBody(PairBody, kw_only=True, omit_defaults=True):
+class RerankBody(_PairBody, kw_only=True, omit_defaults=True):
     """Body of POST /v1/rerank; ``top_n`` 0 or null returns all documents."""
 
     query: Text
@@ -234,8 +229,11 @@ class RerankBody(PairBody, kw_only=True, omit_defaults=True):
 
     @property
     def pair_texts(self) -> tuple[list[str], list[str]]:
-        """See the parent."""
+        """As of :class:`ScoreBody`."""
         return _texts("query", self.query), _texts("documents", self.documents)
+
+
+PairBody = ScoreBody | RerankBody
 
 
 def _texts(field: str, value: Text | list[Text]) -> list[str]:

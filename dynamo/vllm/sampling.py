@@ -224,7 +224,7 @@ def has_reasoning(guided: Mapping[str, Any] | None) -> bool:
 
 
 def refusal(request: PreprocessedRequest, error: Exception) -> InvalidArgument:
-    """Return vLLM's refusal of ``request`` for the client, who did not write a tag of ours."""
+    """Return vLLM's refusal of ``request`` in terms of its fields: the client wrote no tag."""
     if not has_reasoning(request.sampling_options.guided_decoding):
         return InvalidArgument(str(error))
     return InvalidArgument(

@@ -112,8 +112,8 @@ class EngineControl:
     """``POST /engine/sleep``, ``wake_up``, ``is_sleeping`` and ``clear_kv_blocks``, one at a time.
 
     ``on_cleared`` is called when the engine has dropped its cache. Engines publish that only with
-    their next step, so until then the worker's blocks would attract requests. Who does more with
-    the engine takes its ``turn``, and sets ``paused`` while it does not compute.
+    their next step, so until then the worker's blocks would attract requests. Other
+    operations on the engine take its ``turn``, and set ``paused`` while it does not compute.
     """
 
     def __init__(

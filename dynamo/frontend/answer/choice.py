@@ -157,10 +157,14 @@ class ChoiceRules:
     """What the choices of a request share; made once, because the automaton may be large.
 
     ``stop_ids`` end a choice, ``eos_ids`` among them without a stop reason; ``strings`` are the
-    stop strings. ``include_stop`` shows the string or token that ended the choice.
+    stop strings. ``include_stop`` shows the string or token that ended the choice, ``prompt_only``
+    nothing that is generated.
     """
 
-    __slots__ = ("eos_ids", "include_stop", "min_tokens", "skip_special", "stop_ids", "strings")
+    __slots__ = (
+        "eos_ids", "include_stop", "min_tokens", "prompt_only", "skip_special", "stop_ids",
+        "strings",
+    )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, conditions: StopConditions) -> None:
         eos, others = conditions.stop_token_ids_hidden, conditions.stop_token_ids
@@ -171,6 +175,7 @@ class ChoiceRules:
         self.strings = StopStrings(conditions.stop) if conditions.stop else None
         self.include_stop = request.include_stop_str_in_output is True
         self.skip_special = request.skip_special_tokens is not False
+        self.prompt_only = request.max_tokens == 0
 
 
 class Choice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend.answer.choice import Choice, ChoiceRules, PromptOnlyChoice
+from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.generation import GenerationStream, prompt_logprobs
 from dynamo.frontend.answer.logprobs import (
     ChatLogprobs,
@@ -82,14 +82,12 @@ class CompletionStream(GenerationStream):
     _body_object = "text_completion"
     _chunks = CompletionChunks
     _echoed: Sequence[EchoedPrompt] = ()
-    _generates = True
 
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
         if isinstance(request, CompletionRequest) and request.echo:
-            # First, because the choices and their collectors take them.
-            self._generates = request.max_tokens != 0
+            # First, because the collectors of the choices take them.
             names = IdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer
             self._echoed = echoed_prompts(request, prepared, names)
         choices = super()._make_choices(request, prepared, tokenizer)
@@ -97,16 +95,6 @@ class CompletionStream(GenerationStream):
             choice.echo(self._echoed[index // prepared.n].text)
         self._echoed = ()  # the choices have them
         return choices
-
-    def _make_choice(
-        self,
-        prepared: Prepared,
-        tokenizer: Tokenizer,
-        rules: ChoiceRules,
-        collector: LogprobsCollector | None,
-    ) -> Choice:
-        kind = Choice if self._generates else PromptOnlyChoice
-        return kind(tokenizer, rules, collector)
 
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer

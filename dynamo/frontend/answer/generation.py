@@ -18,7 +18,7 @@ import msgspec
 import orjson
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.choice import Choice, ChoiceRules
+from dynamo.frontend.answer.choice import Choice, ChoiceRules, PromptOnlyChoice
 from dynamo.frontend.answer.logprobs import (
     LogprobsCollector,
     OutputRecord,
@@ -250,7 +250,8 @@ class GenerationStream(ABC):
         rules: ChoiceRules,
         collector: LogprobsCollector | None,
     ) -> Choice:
-        return Choice(tokenizer, rules, collector)
+        kind = PromptOnlyChoice if rules.prompt_only else Choice
+        return kind(tokenizer, rules, collector)
 
     @abstractmethod
     def _collectors(

@@ -6,8 +6,7 @@ metrics and errors are those of the API.
 
 from __future__ import annotations
 
-import asyncio
-import logging
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +24,6 @@ from dynamo.runtime.process.tasks import Tasks
 
 INVOCATIONS_PATH = "/invocations"
 _LABEL = "invocations"
-log = logging.getLogger(__name__)
 
 
 class _Members(msgspec.Struct):
@@ -100,7 +98,7 @@ class InvocationRoutes:
             try:
                 exchange.path = self._path(read_invocation(exchange.body))
             except DynamoError as error:
-                self._registry.hold_or_refuse(exchange, _LABEL, error, "unknown")
+                self._refuse(exchange, error)
                 return
             routes(exchange)
 
@@ -108,8 +106,7 @@ class InvocationRoutes:
 
     async def _serve_large(self, routes: Route, exchange: Exchange) -> None:
         registry = self._registry
-        registry.enter()
-        try:
+        with registry.preparing(exchange, partial(self._refuse, exchange)):
             with registry.off_loop.hold(len(exchange.body)):
                 invocation = await registry.off_loop.run(read_invocation, exchange.body)
             if exchange.gone:
@@ -118,15 +115,9 @@ class InvocationRoutes:
             # Behind hold(): the route of the API counts the body itself.
             exchange.path = self._path(invocation)
             routes(exchange)
-        except DynamoError as error:
-            registry.hold_or_refuse(exchange, _LABEL, error, "unknown")
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # also panics in Rust
-            log.exception("a request to %s failed", INVOCATIONS_PATH)
-            exchange.crashed(error)
-        finally:
-            registry.leave()
+
+    def _refuse(self, exchange: Exchange, error: DynamoError) -> None:
+        self._registry.hold_or_refuse(exchange, _LABEL, error, "unknown")
 
     def _path(self, invocation: Invocation) -> str:
         """Return the first path that the model has, else the first, whose API reports the error.

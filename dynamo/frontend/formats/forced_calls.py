@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from dynamo.frontend.formats.message import AnswerMessage
@@ -59,13 +58,3 @@ def is_forced(choice: str | dict[str, Any] | None) -> bool:
 def forced_name(choice: str | dict[str, Any] | None) -> str | None:
     """The function that ``tool_choice`` names, if any."""
     return choice["function"]["name"] if isinstance(choice, dict) else None
-
-
-def tool_functions(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """The ``function`` objects of the tools that have a name."""
-    functions = [tool.get("function") for tool in tools or ()]
-    return [
-        function
-        for function in functions
-        if isinstance(function, dict) and isinstance(function.get("name"), str)
-    ]

@@ -20,14 +20,13 @@ from dynamo.frontend.formats.forced_calls import (
     NamedCallParser,
     forced_name,
     is_forced,
-    tool_functions,
 )
 from dynamo.frontend.formats.frames import FrameParser
 from dynamo.frontend.formats.harmony import HARMONY_MARKERS, HarmonyParser
 from dynamo.frontend.formats.json_calls import JsonCallParser, JsonCallShape
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
 from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser
-from dynamo.frontend.formats.request_tools import RequestTools
+from dynamo.frontend.formats.request_tools import RequestTools, tool_functions
 from dynamo.frontend.formats.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, with_suffix
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.control import STRUCTURAL_TAGS_KEY, ModelCard

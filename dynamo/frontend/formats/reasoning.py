@@ -199,14 +199,18 @@ class ReasoningParser(TextSteps):
 
     def _unclosed(self) -> bool:
         """After a call in the reasoning: drop the tag that may still follow, outside calls."""
-        count, marker = self._close.find(self._text)
+        return self._pass_up_to(self._close, self._gap)
+
+    def _pass_up_to(self, markers: Markers, then: Callable[[], bool]) -> bool:
+        """Pass text on to the parser up to a marker outside its calls, which begins ``then``."""
+        count, marker = markers.find(self._text)
         if count:
             self._parser.push(self._take(count))
         if marker and self._message.in_call:
             self._parser.push(self._take(len(marker)))
         elif marker:
             self._take(len(marker))
-            self._step = self._gap
+            self._step = then
         return bool(marker)
 
     def _gap(self) -> bool:
@@ -225,12 +229,4 @@ class ReasoningParser(TextSteps):
 
     def _between(self) -> bool:
         """After the reasoning, in a format that may have more of it: up to the next."""
-        count, marker = self._open.find(self._text)
-        if count:
-            self._parser.push(self._take(count))
-        if marker and self._message.in_call:
-            self._parser.push(self._take(len(marker)))
-        elif marker:
-            self._take(len(marker))
-            self._step = self._first
-        return bool(marker)
+        return self._pass_up_to(self._open, self._first)

@@ -1,11 +1,9 @@
-"""The tools of a request, as parsers of calls need them."""
+"""The tools that a request offers: their functions, names and schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-from dynamo.frontend.formats.forced_calls import tool_functions
 
 
 class RequestTools(NamedTuple):
@@ -23,3 +21,13 @@ class RequestTools(NamedTuple):
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             schemas[function["name"]] = properties if isinstance(properties, dict) else {}
         return cls(frozenset(schemas), schemas)
+
+
+def tool_functions(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """The ``function`` objects of the tools that have a name."""
+    functions = [tool.get("function") for tool in tools or ()]
+    return [
+        function
+        for function in functions
+        if isinstance(function, dict) and isinstance(function.get("name"), str)
+    ]

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo.frontend.models.model import ModelEntry
-from dynamo.frontend.models.on_demand import ListedModel, OnDemandModels
 from dynamo.protocols.control import ROOT_KEY
+
+if TYPE_CHECKING:
+    from dynamo.frontend.models.on_demand import OnDemandModels
+
+
+class ListedModel(NamedTuple):
+    """A name in the lists of models; ``created_s`` is Unix time, ``context_length`` in tokens.
+
+    ``root`` is what the workers loaded, a directory or an id; None before the first one.
+    ``parent`` is the model of an adapter.
+    """
+
+    name: str
+    created_s: int
+    context_length: int | None
+    root: str | None = None
+    parent: str | None = None
 
 
 class AdapterParents:

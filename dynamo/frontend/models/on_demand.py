@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, ModelNotFound, Unavailable, as_argument
+from dynamo.frontend.models.listing import ListedModel
 from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
@@ -50,20 +50,6 @@ _NO_ARGS = ModelArgs()
 _ALMOST = 99
 """The per cent of a load that takes longer than the last one."""
 log = logging.getLogger(__name__)
-
-
-class ListedModel(NamedTuple):
-    """A name in the lists of models; ``created_s`` is Unix time, ``context_length`` in tokens.
-
-    ``root`` is what the workers loaded, a directory or an id; None before the first one.
-    ``parent`` is the model of an adapter.
-    """
-
-    name: str
-    created_s: int
-    context_length: int | None
-    root: str | None = None
-    parent: str | None = None
 
 
 class OnDemandModels:

@@ -20,7 +20,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, Unavailable, shorten
 from dynamo.frontend.disagg.pool import AGAIN_S
 from dynamo.frontend.models.graph import GraphModels
-from dynamo.frontend.models.listing import AdapterParents, listed_model
+from dynamo.frontend.models.listing import AdapterParents, ListedModel, listed_model
 from dynamo.frontend.models.model import (
     INPUTS,
     LoadedModel,
@@ -30,7 +30,7 @@ from dynamo.frontend.models.model import (
     missing_route,
     router_settings,
 )
-from dynamo.frontend.models.on_demand import ListedModel, OnDemandModels
+from dynamo.frontend.models.on_demand import OnDemandModels
 from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics

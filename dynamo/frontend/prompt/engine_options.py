@@ -36,6 +36,7 @@ _ENGINE_OPTIONS = (
     *("vllm_xargs", "kv_transfer_params", "ec_transfer_params"),
 )
 _NO_OUTPUTS = StructuredOutputs()
+_PASSING = (PassingChatCompletionRequest, PassingCompletionRequest)
 _NUMBERS = (
     "backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"
 )  # fmt: skip
@@ -115,7 +116,7 @@ def engine_options(request: GenerationRequest) -> dict[str, Any] | None:
     }
     if request.repetition_detection is not None:
         options["repetition_detection"] = msgspec.to_builtins(request.repetition_detection)
-    if isinstance(request, PassingChatCompletionRequest | PassingCompletionRequest):
+    if isinstance(request, _PASSING):
         options["passed_fields"] = request.passed_fields
     return options or None
 
@@ -157,7 +158,10 @@ def stop_conditions(
     request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
 ) -> StopConditions:
     """When to end. ``eos_ids`` are hidden stop ids unless the request ignores them."""
-    stop, least = request.stop, request.min_tokens
+    stop, least, nvext = request.stop, request.min_tokens, request.nvext
+    thinking = request.thinking_token_budget
+    if nvext is not None and nvext.max_thinking_tokens is not None:
+        thinking = nvext.max_thinking_tokens
     if least is not None and max_tokens is not None:
         least = min(least, max_tokens)  # engines refuse more tokens than fit
     ignore_eos = request.ignore_eos is True
@@ -168,7 +172,7 @@ def stop_conditions(
         stop_token_ids=request.stop_token_ids or None,
         stop_token_ids_hidden=None if ignore_eos else eos_ids,
         ignore_eos=ignore_eos,
-        max_thinking_tokens=_thinking_budget(request),
+        max_thinking_tokens=None if thinking == -1 else thinking,  # vLLM's -1: no limit
     )
 
 
@@ -183,6 +187,17 @@ def sampling_options(request: GenerationRequest) -> SamplingOptions:
         or request.guided_choice is not None
         or request.guided_grammar is not None
         or request.structural_tag is not None
+    )
+    extended = (
+        request.allowed_token_ids is not None
+        or request.bad_words_token_ids is not None
+        or request.logprob_token_ids is not None
+        or request.repetition_detection is not None
+        or request.watermarking is not None
+        or request.vllm_xargs is not None
+        or request.kv_transfer_params is not None
+        or request.ec_transfer_params is not None
+        or type(request) in _PASSING
     )
     return SamplingOptions(
         n=1,
@@ -200,7 +215,7 @@ def sampling_options(request: GenerationRequest) -> SamplingOptions:
         logit_bias=request.logit_bias,
         guided_decoding=guided_decoding(request) if constrained else None,
         bad_words=request.bad_words,
-        engine_options=engine_options(request),
+        engine_options=engine_options(request) if extended else None,
     )
 
 
@@ -225,13 +240,6 @@ def request_routing(request: GenerationRequest, lora_name: str | None) -> Routin
         routing.priority = min(max(-request.priority, -(2**31)), 2**31 - 1)
     routing.session_id = request.session_id
     return routing
-
-
-def _thinking_budget(request: GenerationRequest) -> int | None:
-    nvext, budget = request.nvext, request.thinking_token_budget
-    if nvext is not None and nvext.max_thinking_tokens is not None:
-        return nvext.max_thinking_tokens
-    return None if budget == -1 else budget  # vLLM's -1: no limit
 
 
 def _check_numbers(nvext: NvExt) -> None:

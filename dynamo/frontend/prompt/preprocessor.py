@@ -214,7 +214,8 @@ class Preprocessor:
             prepared = self._from_token_data(
                 request, request.nvext.token_data, max_tokens, logprobs, images
             )
-            _mark_tagged(prepared.requests, answer)
+            if answer is not None:
+                _mark_tagged(prepared.requests, answer)
             return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
         text = self._render(request, None if images is None else images.messages)
@@ -231,7 +232,8 @@ class Preprocessor:
             answer = self._answer_format(request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs, images)
-        _mark_tagged(requests, answer)
+        if answer is not None:
+            _mark_tagged(requests, answer)
         times = rendered - begun, (tokenized_s,)
         n, mark = request.generated_choices, self.fingerprint
         return Prepared(requests, prompts, n, len(ids), *times, answer, images, mark)
@@ -314,8 +316,10 @@ class Preprocessor:
     def _ids(self, request: ChatCompletionRequest, text: str) -> Tokens:
         """The ids of the prompt of a chat. Raises InvalidArgument."""
         special = request.add_special_tokens is True
-        if (cut := prompt_cut(request, self.context_length)) is not None:
-            return cut_ids(self.tokenizer, text, cut, special)
+        if request.truncate_prompt_tokens is not None:
+            cut = prompt_cut(request, self.context_length)
+            if cut is not None:
+                return cut_ids(self.tokenizer, text, cut, special)
         self._check_size(text)
         return self.tokenizer.encode(text, special)
 
@@ -336,7 +340,9 @@ class Preprocessor:
         nvext = request.nvext
         if nvext is not None and nvext.use_raw_prompt:
             return "".join(message_text(*numbered) for numbered in enumerate(request.messages))
-        template = self._template(request)
+        template = self.template
+        if template is None or request.chat_template is not None:
+            template = self._own_template(request)
         excluded = request.tool_choice == "none" and self._excludes_unused_tools
         try:
             return template.render(
@@ -351,21 +357,20 @@ class Preprocessor:
                 self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
             raise
 
-    def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
-        if request.chat_template is not None:
-            if self._compile is None:
-                raise InvalidArgument(
-                    "Validation: 'chat_template' of a request is not run; leave it out for the "
-                    "model's own template, which takes 'chat_template_kwargs', or ask the operator "
-                    "for --trust-request-chat-template"
-                )
-            return self._compile(request.chat_template)
-        if self.template is None:
+    def _own_template(self, request: ChatCompletionRequest) -> ChatTemplate:
+        """The template that a request brings. Raises InvalidArgument, also if it brings none."""
+        if request.chat_template is None:
             raise InvalidArgument(
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
                 "worker a template"
             )
-        return self.template
+        if self._compile is None:
+            raise InvalidArgument(
+                "Validation: 'chat_template' of a request is not run; leave it out for the "
+                "model's own template, which takes 'chat_template_kwargs', or ask the operator "
+                "for --trust-request-chat-template"
+            )
+        return self._compile(request.chat_template)
 
     def _from_ids(
         self, ids: list[int], with_text: bool = False, cut: Cut | None = None
@@ -451,9 +456,9 @@ class Preprocessor:
         return left if max_tokens is None else min(max_tokens, left)
 
 
-def _mark_tagged(requests: list[PreprocessedRequest], answer: AnswerFormat | None) -> None:
+def _mark_tagged(requests: list[PreprocessedRequest], answer: AnswerFormat) -> None:
     """Tell the engine that a structural tag of ours describes the reasoning, too."""
-    if answer is not None and answer.tagged:
+    if answer.tagged:
         for request in requests:
             guided = {
                 **(request.sampling_options.guided_decoding or {}),

@@ -10,7 +10,8 @@ from typing import Any
 
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.call_tags import parameters
-from dynamo.frontend.formats.forced_calls import forced_name, is_forced, tool_functions
+from dynamo.frontend.formats.forced_calls import forced_name, is_forced
+from dynamo.frontend.formats.request_tools import tool_functions
 from dynamo.frontend.prompt.bounds import check_engine_value
 from dynamo.protocols.openai import ChatCompletionRequest
 

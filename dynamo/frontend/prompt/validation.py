@@ -149,6 +149,9 @@ def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
         or (request.web_search_options is not None)
     ):
         _check_unserved(request)
+    if request.mm_processor_kwargs is not None or request.media_io_kwargs is not None:
+        check_engine_value("mm_processor_kwargs", request.mm_processor_kwargs)
+        check_engine_value("media_io_kwargs", request.media_io_kwargs)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -203,25 +206,24 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         _check_stream(request)
     if request.cache_salt is not None:
         _check_characters("cache_salt", request.cache_salt, MAX_SALT_CHARACTERS)
-    _check_biases(request)
+    if request.logit_bias or request.bad_words or request.bad_words_token_ids:
+        _check_biases(request)
     _check_grammars(request)
-    _check_engine_values(request)
+    # Asked here: most requests need no call.
+    if (
+        request.nvext is not None
+        or request.vllm_xargs is not None
+        or request.kv_transfer_params is not None
+        or request.ec_transfer_params is not None
+    ):
+        _check_engine_values(request)
 
 
 def _check_engine_values(request: GenerationRequest) -> None:
     """Check the JSON of any form that engine or router get."""
-    if request.vllm_xargs is not None:
-        check_engine_value("vllm_xargs", request.vllm_xargs)
-    if request.kv_transfer_params is not None:
-        check_engine_value("kv_transfer_params", request.kv_transfer_params)
-    if request.ec_transfer_params is not None:
-        check_engine_value("ec_transfer_params", request.ec_transfer_params)
-    if isinstance(request, ChatCompletionRequest):
-        if request.mm_processor_kwargs is not None:
-            check_engine_value("mm_processor_kwargs", request.mm_processor_kwargs)
-        if request.media_io_kwargs is not None:
-            check_engine_value("media_io_kwargs", request.media_io_kwargs)
-    if request.nvext is not None and request.nvext.router_config_override is not None:
+    for name in ("vllm_xargs", "kv_transfer_params", "ec_transfer_params"):
+        check_engine_value(name, getattr(request, name))
+    if request.nvext is not None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
 
@@ -328,7 +330,7 @@ def _check_biases(request: GenerationRequest) -> None:
     """Check the tokens and words that are made more or less likely."""
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
-    if request.bad_words is not None:
+    if request.bad_words:
         _check_characters("bad_words", request.bad_words, MAX_BAD_WORDS_CHARACTERS)
     count = sum(map(len, request.bad_words_token_ids or ()))
     if count > MAX_BAD_WORDS_TOKENS:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dynamo.config.frontend import FrontendSettings
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dynamo.frontend.requests.content import ContentRecording
     from dynamo.observability.otel import OtelTracing
 
+log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 HoldExchange = Callable[["RequestRegistry", Exchange, str, DynamoError, str], bool]
 """``hold(registry, exchange, endpoint, error, model)`` may let a request wait that no model serves
@@ -119,6 +122,24 @@ class RequestRegistry:
         self.admitted -= 1
         if not self.admitted and self._drained is not None:
             self._drained.set()
+
+    @contextmanager
+    def preparing(
+        self, exchange: Exchange, refuse: Callable[[DynamoError], None]
+    ) -> Iterator[None]:
+        """Admit a request while its body is read in a thread, and respond if that fails."""
+        self.enter()
+        try:
+            yield
+        except DynamoError as error:
+            refuse(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also panics in Rust
+            log.exception("a request to %s failed", exchange.path)
+            exchange.crashed(error)
+        finally:
+            self.leave()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the admitted ones; False if some outlast the timeout."""

@@ -231,7 +231,7 @@ def test_a_template_that_fails(template: str, words: str) -> None:
         trusting().chat(parse_chat(chat_body(chat_template=template)))
 
 
-# --- what the router gets, and who may ask for it
+# --- the router, and grants
 
 
 def test_a_low_priority_goes_first_as_in_vllm() -> None:

@@ -16,7 +16,7 @@ from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, error_object
 from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, parse_count, parse_messages
 from dynamo.frontend.apis.tokenize import PromptCountRoutes
-from dynamo.frontend.models.on_demand import ListedModel
+from dynamo.frontend.models.listing import ListedModel
 from dynamo.frontend.prompt.messages import ToolImage
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor

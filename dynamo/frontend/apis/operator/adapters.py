@@ -292,7 +292,8 @@ class AdapterRoutes:
             client.close()
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
-        """Wait a few seconds for what discovery reports."""
+        """Wait a few seconds until discovery reports it: cards arrive and leave without an event
+        here, and an operation of an operator is rare."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _DISCOVERY_S
         while not condition():

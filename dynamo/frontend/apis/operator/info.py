@@ -24,7 +24,7 @@ from dynamo.frontend.apis.operator.adapters import (
     UnloadBody,
 )
 from dynamo.frontend.apis.responses.prompt import ResponsesRequest
-from dynamo.frontend.models.on_demand import ListedModel
+from dynamo.frontend.models.listing import ListedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange

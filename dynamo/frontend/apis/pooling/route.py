@@ -5,7 +5,6 @@ All inputs of a request go to one worker in one message.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -243,29 +242,20 @@ class PoolingRoutes:
         """As :meth:`_serve`, with all work on the body in a thread."""
         registry, models, model = self._registry, self._models, "unknown"
         threads = registry.off_loop
-        registry.enter()
-        try:
-            with threads.hold(len(exchange.body)):
-                if models.saturation.count and await reject_large(
-                    registry, models, exchange, api.name
-                ):
-                    return
-                parsed = await threads.run(api.parse, exchange.body, unknown=self._unknown)
-                model = requested_model(models, parsed, api.model_type)
-                if exchange.gone:
-                    registry.abandoned(exchange, api.name, model, False)
-                    return
-                loaded = models.find(model, api.model_type)
-                await self._send_off_loop(self._begin(api, exchange, loaded, parsed))
-        except DynamoError as error:
+
+        def refuse(error: DynamoError) -> None:
             registry.hold_or_refuse(exchange, api.name, error, model)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # also panics in Rust
-            log.exception("a request to %s failed", exchange.path)
-            exchange.crashed(error)
-        finally:
-            registry.leave()
+
+        with registry.preparing(exchange, refuse), threads.hold(len(exchange.body)):
+            if models.saturation.count and await reject_large(registry, models, exchange, api.name):
+                return
+            parsed = await threads.run(api.parse, exchange.body, unknown=self._unknown)
+            model = requested_model(models, parsed, api.model_type)
+            if exchange.gone:
+                registry.abandoned(exchange, api.name, model, False)
+                return
+            loaded = models.find(model, api.model_type)
+            await self._send_off_loop(self._begin(api, exchange, loaded, parsed))
 
     def _begin(
         self, api: PoolingApi, exchange: Exchange, loaded: TokenModel, parsed: Any

@@ -8,7 +8,6 @@ and a frontend without such a model pays nothing for it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -298,8 +297,11 @@ class RelayRoutes:
         registry = self._registry
         threads = registry.off_loop
         fields = None
-        registry.enter()
-        try:
+
+        def refuse(error: DynamoError) -> None:
+            self._refuse(exchange, error, fields)
+
+        with registry.preparing(exchange, refuse):
             with threads.hold(len(exchange.body)):
                 fields = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
@@ -318,15 +320,6 @@ class RelayRoutes:
             # Behind hold(): the other route counts the body itself.
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
-        except DynamoError as error:
-            self._refuse(exchange, error, fields)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # also panics in Rust
-            log.exception("a request to %s failed", exchange.path)
-            exchange.crashed(error)
-        finally:
-            registry.leave()
 
     def _named(
         self, fields: RelayedBody | None, exchange: Exchange, otherwise: Route | None
