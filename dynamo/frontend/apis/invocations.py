@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
-from dynamo.frontend.apis.relay.body import api_paths
+from dynamo.frontend.models.model import api_paths
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json

@@ -41,17 +41,16 @@ _MAX_PATHS = 128
 log = logging.getLogger(__name__)
 
 
-def missing_route(
-    model: str, path: str, paths: Collection[str], types: Collection[str]
-) -> ModelNotFound:
-    """Return the error of a request for a route that ``model`` does not have.
+def api_paths(entry: ModelEntry) -> Collection[str]:
+    """Return the paths of a relayed model, or of the APIs of one that takes tokens."""
+    return entry.paths or {path for api in entry.types for path in paths_of_type(api) or (api,)}
 
-    It has ``paths``, or as a model that takes tokens those of ``types``.
-    """
-    has = sorted(paths or {path for api in types for path in paths_of_type(api) or (api,)})
-    missing = " or ".join(paths_of_type(path)) or path
+
+def missing_route(name: str, path: str, entry: ModelEntry) -> ModelNotFound:
+    """Return the error of a request to the model ``name`` for a path, or an API, it lacks."""
+    missing, has = " or ".join(paths_of_type(path)) or path, sorted(api_paths(entry))
     return ModelNotFound(
-        f"Route not found: model `{model}` has no {shorten(missing)}, it has {', '.join(has)}"
+        f"Route not found: model `{name}` has no {shorten(missing)}, it has {', '.join(has)}"
     )
 
 

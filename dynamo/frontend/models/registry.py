@@ -139,7 +139,7 @@ class Models:
         if entry is None:
             raise self.unregistered(name)
         if model_type not in entry.types:
-            raise missing_route(name, model_type, entry.paths, entry.types)
+            raise missing_route(name, model_type, entry)
         loaded = entry.loaded
         if not entry.served or not isinstance(loaded, TokenModel):
             raise NoInstances

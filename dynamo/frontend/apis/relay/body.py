@@ -8,14 +8,14 @@ block is about as long as one of tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from dynamo.config.frontend import IGNORE
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import ModelEntry, api_paths
 from dynamo.frontend.prompt.bounds import (
     DESERIALIZE,
     INLINE_BODY_BYTES,
@@ -31,7 +31,7 @@ from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import CHAT_PATH, COMPLETIONS_PATH, MAX_SESSION_CHARACTERS, NvExt
-from dynamo.protocols.pooling import POOLING_PATHS, offered_path, paths_of_type
+from dynamo.protocols.pooling import POOLING_PATHS, offered_path
 
 _BYTES_PER_ID = 4
 _MAX_FIELD_BYTES = 1024
@@ -149,11 +149,6 @@ def name_only_model(fields: RelayedBody, path: str, entries: Sequence[ModelEntry
         if len(models) == 1 and models[0].relayed:
             fields.named_model = models[0].name
     return bool(fields.model)
-
-
-def api_paths(entry: ModelEntry) -> Collection[str]:
-    """Return the paths of a relayed model, or of the APIs of one that takes tokens."""
-    return entry.paths or [path for kind in entry.types for path in paths_of_type(kind)]
 
 
 def prompt_ids(

@@ -347,7 +347,7 @@ class RelayRoutes:
         if entry is None:
             raise ModelNotFound(f"Model not found: {shorten(fields.model)}")
         if offered_path(exchange.path, entry.paths) is None:
-            raise missing_route(entry.name, exchange.path, entry.paths, entry.types)
+            raise missing_route(entry.name, exchange.path, entry)
         return self._ready(entry, exchange)
 
     def _ready(self, entry: ModelEntry, exchange: Exchange) -> LoadedModel:
