@@ -206,6 +206,11 @@ class FrontendSettings:
     trust_request_chat_template: bool = option(
         False, help="render chats with the template in their field chat_template"
     )
+    trust_request_mm_kwargs: bool = option(
+        False,
+        help="pass mm_processor_kwargs and media_io_kwargs of chats on to the engine: with them an "
+        "image may take far more memory and time",
+    )
     responses_store_mb: int = option(
         64,
         minimum=0,

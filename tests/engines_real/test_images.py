@@ -16,6 +16,7 @@ from test_engine_events import overlap
 
 BLOCK = 32
 START_S = 200.0
+TRUSTED = "--trust-request-mm-kwargs"
 LIMIT = ("--limit-mm-per-prompt", '{"image": 3}')
 
 
@@ -35,9 +36,9 @@ def both(
         closing(EngineDeployment(directory / "mine")) as ours,
         closing(EngineDeployment(directory / "theirs")) as other,
     ):
-        ours.frontend("--router-mode", "kv")
+        ours.frontend("--router-mode", "kv", TRUSTED)
         ours.worker(eyes, "eyes", *LIMIT)
-        other.vllm_server(eyes, "eyes", *LIMIT)
+        other.vllm_server(eyes, "eyes", *LIMIT, TRUSTED)
         ours.wait_for_models("eyes")
         other.wait_for_models("eyes")
         yield ours, other
@@ -90,6 +91,20 @@ def test_answers_are_those_of_vllm(
     mine: EngineDeployment, theirs: EngineDeployment, name: str
 ) -> None:
     assert_same(mine, theirs, CHAT, ASKED[name])
+
+
+def test_options_of_the_processor(mine: EngineDeployment, theirs: EngineDeployment) -> None:
+    """With other options an image is another one, for the caches of engine and router, too."""
+    image = image_part(png(200, 90, seed=12))
+    plain = seen("Hm", image, max_tokens=12, logprobs=True, top_logprobs=1)
+    dark = {**plain, "mm_processor_kwargs": {"rescale_factor": 0.0005}}
+    gray = {**plain, "media_io_kwargs": {"image": {"image_mode": "RGB"}}}
+    first = assert_same(mine, theirs, CHAT, plain)
+    assert assert_same(mine, theirs, CHAT, dark)[0]["logprobs"] != first[0]["logprobs"]
+    assert assert_same(mine, theirs, CHAT, plain) == first
+    assert_same(mine, theirs, CHAT, gray)
+    wrong = {**plain, "media_io_kwargs": {"image": {"rgba_background_color": "red"}}}
+    assert "media_io_kwargs" in refusal(mine, wrong)
 
 
 def test_async_llm_takes_images(mine: EngineDeployment, eyes: Path, tmp_path: Path) -> None:

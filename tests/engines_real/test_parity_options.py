@@ -204,6 +204,22 @@ def test_named_tokens_are_refused_where_they_harm_others(
         assert_equal(beside, alone)
 
 
+def test_the_best_of_several(ours: EngineDeployment) -> None:
+    """Choices with the same seeds, ranked by the mean log probability of their tokens."""
+    fields = {"model": "tiny", "temperature": 1.2, "seed": 5, "max_tokens": 12}
+    all_three = ours.post(COMPLETIONS, completion(PROMPT, **fields, n=3, logprobs=0))["choices"]
+
+    def likelihood(choice: dict[str, Any]) -> float:
+        values = choice["logprobs"]["token_logprobs"]
+        return float(sum(values) / len(values))
+
+    ranked = [choice["text"] for choice in sorted(all_three, key=likelihood, reverse=True)]
+    answer = ours.post(COMPLETIONS, completion(PROMPT, **fields, n=2, best_of=3))
+    assert [choice["text"] for choice in answer["choices"]] == ranked[:2]
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 36
+
+
 def test_only_the_log_probabilities_of_a_prompt(
     ours: EngineDeployment, vllm_bytes: EngineDeployment
 ) -> None:

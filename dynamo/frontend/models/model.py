@@ -88,13 +88,7 @@ def load_preprocessor(
 ) -> Preprocessor | None:
     """Load what makes token ids of prompts; None for a relayed model whose router needs none, or
     whose card names no directory with a tokenizer. Blocks. Raises ConfigError."""
-    load = partial(
-        Preprocessor,
-        card,
-        excludes_unused_tools=frontend.exclude_tools_when_tool_choice_none,
-        reasoning_field=frontend.reasoning_field_name,
-        trusts_templates=frontend.trust_request_chat_template,
-    )
+    load = partial(Preprocessor, card, settings=frontend)
     if not is_relayed(card):
         return load(metrics=metrics)
     if settings.mode != "kv" or card.model_input != HTTP_INPUT:

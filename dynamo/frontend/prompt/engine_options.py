@@ -219,15 +219,24 @@ def sampling_options(request: GenerationRequest) -> SamplingOptions:
     )
 
 
-def image_options(request: ChatCompletionRequest) -> dict[str, Any]:
-    """The options of vLLM's processor and decoder of images; most requests have none."""
-    if request.mm_processor_kwargs is None and request.media_io_kwargs is None:
+def image_options(request: ChatCompletionRequest, trusted: bool) -> dict[str, Any]:
+    """The options of vLLM's processor and decoder of images; most requests have none.
+
+    Raises InvalidArgument unless clients are ``trusted``.
+    """
+    if not request.mm_processor_kwargs and not request.media_io_kwargs:
         return {}
     options = {
         "mm_processor_kwargs": request.mm_processor_kwargs,
         "media_io_kwargs": request.media_io_kwargs,
     }
-    return {name: value for name, value in options.items() if value}
+    options = {name: value for name, value in options.items() if value}
+    if not trusted:
+        raise InvalidArgument(
+            f"Validation: '{next(iter(options))}' of a request could take far more memory and "
+            "time; leave it out, or ask the operator for --trust-request-mm-kwargs"
+        )
+    return options
 
 
 def request_routing(request: GenerationRequest, lora_name: str | None) -> Routing | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo import __version__
 from dynamo._fast.histogram import Histogram
+from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.forced_calls import is_forced
 from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats
@@ -56,6 +57,7 @@ from dynamo.protocols.engine import (
 )
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
+_DEFAULTS = FrontendSettings()
 _TEMPLATES = 8
 """Templates of requests that stay compiled."""
 
@@ -102,9 +104,8 @@ class Preprocessor:
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
     through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, if
-    any, observe the seconds that each prompt took. ``excludes_unused_tools``: prompts of chats with
-    ``tool_choice`` none have no tools. Chat answers have reasoning in ``reasoning_field``.
-    ``trusts_templates``: chats may bring a template of their own, which is compiled in a thread.
+    any, observe the seconds that each prompt took. ``settings`` say what prompts leave out, where
+    answers have reasoning, and whether chats may bring a template or options of images.
     """
 
     def __init__(
@@ -115,22 +116,20 @@ class Preprocessor:
         cache_bytes: int = CACHE_BYTES,
         custom_template_path: str | Path | None = None,
         metrics: PromptMetrics | None = None,
-        excludes_unused_tools: bool = True,
-        reasoning_field: str = "reasoning_content",
-        trusts_templates: bool = False,
+        settings: FrontendSettings = _DEFAULTS,
     ) -> None:
         directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self._checksum = card.checksum or None
         self.fingerprint = f"dynamo-{__version__}-{card.checksum[:8]}".rstrip("-")
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
-        self.formats = ModelFormats.of(card, self.tokenizer, reasoning_field)
+        self.formats = ModelFormats.of(card, self.tokenizer, settings.reasoning_field_name)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self._metrics = metrics
-        self._excludes_unused_tools = excludes_unused_tools
+        self._settings = settings
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self._compile: Callable[[str], ChatTemplate] | None = None
-        if trusts_templates:
+        if settings.trust_request_chat_template:  # each is compiled in a thread
             specials = directory.special_tokens
             self._compile = lru_cache(_TEMPLATES)(lambda text: request_template(text, specials))
         self.context_length = (
@@ -207,8 +206,9 @@ class Preprocessor:
         max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         images = None
+        options = image_options(request, self._settings.trust_request_mm_kwargs)
         if self.images is not None:
-            images = self.images.read(request.messages, image_options(request))
+            images = self.images.read(request.messages, options)
         if request.nvext is not None and request.nvext.token_data:
             answer = self._answer_format(request, None)
             prepared = self._from_token_data(
@@ -343,7 +343,9 @@ class Preprocessor:
         template = self.template
         if template is None or request.chat_template is not None:
             template = self._own_template(request)
-        excluded = request.tool_choice == "none" and self._excludes_unused_tools
+        excluded = (
+            request.tool_choice == "none" and self._settings.exclude_tools_when_tool_choice_none
+        )
         try:
             return template.render(
                 request.messages if messages is None else messages,

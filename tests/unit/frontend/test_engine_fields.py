@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from text_kit import card, chat_body, completion_body, events, example_preprocessor, ids_of
 
+from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import Forbidden, InvalidArgument
 from dynamo.frontend.answer.completions import ChatStream, CompletionStream
 from dynamo.frontend.answer.events import ParsedChatStream
@@ -208,7 +209,7 @@ def test_a_text_beyond_the_context_is_cut_before_it_is_tokenized() -> None:
 
 @cache
 def trusting() -> Preprocessor:
-    return Preprocessor(card(), trusts_templates=True)
+    return Preprocessor(card(), settings=FrontendSettings(trust_request_chat_template=True))
 
 
 def test_the_template_of_a_request() -> None:
@@ -406,3 +407,13 @@ def test_an_item_of_many_alternatives_is_refused() -> None:
         else:
             with pytest.raises(InvalidOutput, match="send the output in parts"):
                 decode_output(encode(output), request)
+
+
+@pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
+def test_options_of_images_need_trust(field: str) -> None:
+    request = parse_chat(chat_body(**{field: {"image": {"size": 100_000}}}))
+    with pytest.raises(InvalidArgument, match=f"'{field}'.*--trust-request-mm-kwargs"):
+        example_preprocessor().chat(request)
+    trusting = FrontendSettings(trust_request_mm_kwargs=True)
+    assert Preprocessor(card(), settings=trusting).chat(request).prompt_tokens
+    assert example_preprocessor().chat(parse_chat(chat_body(**{field: {}}))).prompt_tokens

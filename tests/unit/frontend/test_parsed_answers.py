@@ -122,7 +122,7 @@ def test_the_markers_of_a_checkpoint_may_have_a_suffix(tmp_path: Path) -> None:
 
 def test_reasoning_under_another_name() -> None:
     qwen = card(runtime_config=RuntimeConfig(reasoning_parser="qwen3"))
-    model = Preprocessor(qwen, reasoning_field="reasoning")
+    model = Preprocessor(qwen, settings=FrontendSettings(reasoning_field_name="reasoning"))
     text = "<think>One two three.</think>Hi"
     message, chunks = stream(text, model=model)
     assert (message["reasoning"], message["content"]) == ("One two three.", "Hi")
@@ -135,7 +135,9 @@ def test_tools_that_must_not_be_called_may_stay_in_the_prompt() -> None:
     hermes = card(runtime_config=RuntimeConfig(tool_call_parser="hermes"))
     fields = {"tools": TOOLS, "tool_choice": "none"}
     short = prepare(Preprocessor(hermes), **fields).prompt_tokens
-    model = Preprocessor(hermes, excludes_unused_tools=False)
+    model = Preprocessor(
+        hermes, settings=FrontendSettings(exclude_tools_when_tool_choice_none=False)
+    )
     assert prepare(model, **fields).prompt_tokens >= short
 
 

@@ -18,6 +18,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from text_kit import EXAMPLE, card
 
+from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt import template_environment
 from dynamo.frontend.prompt.messages import IMAGE, ContentForm, alternating
@@ -183,7 +184,7 @@ def test_an_endless_template_takes_a_thread_the_next_time(
         preprocessor.chat(request)
     assert preprocessor.inline_limit_bytes == 0
     # One that a request brings says nothing about the model's own.
-    trusting = Preprocessor(card(), trusts_templates=True)
+    trusting = Preprocessor(card(), settings=FrontendSettings(trust_request_chat_template=True))
     brought = ChatCompletionRequest(model="m", messages=[TURN] * 9, chat_template=source)
     with pytest.raises(InvalidArgument, match="Chat template: it runs for more than"):
         trusting.chat(brought)
