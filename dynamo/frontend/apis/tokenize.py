@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dynamo.config.frontend import REFUSE
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.sse import json_bytes
 from dynamo.frontend.apis.chat.generation import (
@@ -24,7 +25,7 @@ from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.prompt.validation import check_chat, check_json
+from dynamo.frontend.prompt.validation import BodyDecoder, check_chat, check_json
 from dynamo.frontend.requests.errors import error_response, explained, id_headers, with_retry
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -36,6 +37,7 @@ from dynamo.protocols.openai import (
     GenerationRequest,
     TemplateText,
 )
+from dynamo.protocols.pooling import strict_kind
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
@@ -88,9 +90,8 @@ class PromptCountRoutes:
         exchange.respond(200, json_bytes(body(prepared.prompt_tokens)), headers=headers)
 
 
-# Fields that are not in these bodies are refused. Those of type None belong to vLLM's own
-# processors: clients may send null.
-class TokenizePrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+# Fields of type None belong to vLLM's own processors: clients may send null.
+class TokenizePrompt(msgspec.Struct, kw_only=True):
     """A text to tokenize. Without ``model``: the only one that is served."""
 
     prompt: str
@@ -99,7 +100,7 @@ class TokenizePrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeChat(msgspec.Struct, kw_only=True):
     """A chat to render and tokenize; the fields are those of a chat completion."""
 
     messages: list[dict[str, Any]]
@@ -124,7 +125,7 @@ class TokenizedBody(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Token ids to turn into text, special tokens included."""
 
     tokens: list[TokenId]
@@ -141,34 +142,31 @@ TokenizeBody = TokenizePrompt | TokenizeChat
 Adapt = Callable[[GenerationRequest], None]
 
 
-_prompt = msgspec.json.Decoder(TokenizePrompt).decode
-_chat = msgspec.json.Decoder(TokenizeChat).decode
-_detokenize = msgspec.json.Decoder(DetokenizeBody).decode
+_prompt: BodyDecoder[TokenizePrompt] = BodyDecoder(TokenizePrompt, strict_kind(TokenizePrompt))
+_chat: BodyDecoder[TokenizeChat] = BodyDecoder(TokenizeChat, strict_kind(TokenizeChat))
+_detokenize: BodyDecoder[DetokenizeBody] = BodyDecoder(DetokenizeBody, strict_kind(DetokenizeBody))
 _encode = msgspec.json.Encoder().encode
 
 
-def parse_tokenize(body: bytes) -> TokenizeBody:
+def parse_tokenize(body: bytes, *, unknown: str = REFUSE) -> TokenizeBody:
     """Decode and check a body of /tokenize. Raises InvalidArgument. O(bytes)."""
     check_json(body)
     try:
-        if not is_chat(body):
-            return _prompt(body)
-        parsed = _chat(body)
+        is_text = not is_chat(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+    if is_text:
+        return _prompt(body, unknown)
+    parsed = _chat(body, unknown)
     request = _request(parsed)
     assert isinstance(request, ChatCompletionRequest)
     check_chat(request)
     return parsed
 
 
-def parse_detokenize(body: bytes) -> DetokenizeBody:
+def parse_detokenize(body: bytes, *, unknown: str = REFUSE) -> DetokenizeBody:
     """Decode and check a body of /detokenize. Raises InvalidArgument. O(bytes)."""
-    check_json(body)
-    try:
-        parsed = _detokenize(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+    parsed = _detokenize(body, unknown)
     if len(parsed.tokens) > MAX_COUNTED_TOKENS:
         raise InvalidArgument(
             f"Validation: 'tokens' takes at most {MAX_COUNTED_TOKENS} ids, got "
@@ -233,7 +231,7 @@ def _request(parsed: TokenizeBody) -> ChatCompletionRequest | CompletionRequest:
 class _Conversion(NamedTuple):
     """The difference between the routes."""
 
-    parse: Callable[[bytes], Any]
+    parse: Callable[..., Any]  # the body, and what becomes of unknown fields
     convert: Callable[[Preprocessor, Any, Adapt], bytes]
 
 
@@ -250,6 +248,7 @@ class TokenizeRoutes:
         self._registry = registry
         self._models = models
         self._tasks = tasks
+        self._unknown = registry.settings.unknown_field_policy
         self._adapt = partial(adapt, models, registry.settings.disable_nvext)
 
     def install(self, routes: Routes) -> None:
@@ -265,7 +264,8 @@ class TokenizeRoutes:
         try:
             registry.check(exchange)
             with registry.off_loop.hold(len(exchange.body)):
-                parsed = await self._run(is_long, conversion.parse, exchange.body)
+                parse = partial(conversion.parse, unknown=self._unknown)
+                parsed = await self._run(is_long, parse, exchange.body)
                 model = parsed.model or model
                 loaded = await self._loaded(parsed.model)
                 model = loaded.name

@@ -6,20 +6,32 @@ of chat completions; other APIs get them under their own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt.validation import check_chat
-from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.protocols.pooling import POOLING_BODIES, POOLING_PATHS
 from dynamo.serve.graph.service import PROTECTED
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Two names of one field: a default for the one is none beside the other."""
 _CHAT = frozenset(ChatCompletionRequest.__struct_fields__) - {*PROTECTED}
 _COMPLETION = frozenset(CompletionRequest.__struct_fields__) - {*PROTECTED}
+_COMPARED = frozenset(
+    ("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
+)
+"""The texts of pooling bodies, which are the client's; `documents` of a chat are others."""
+_UNSET = ("encoding_format", "max_tokens_per_query", "max_tokens_per_doc")
+"""Fields without null, of which a decoded body does not say whether the client gave them."""
+_POOLING: Mapping[type[msgspec.Struct], frozenset[str]] = {
+    kind: frozenset(kind.__struct_fields__) - {*PROTECTED, *_COMPARED, *_UNSET}
+    for kind in POOLING_BODIES.values()
+}
+_ALL = _CHAT.union(_COMPLETION, *_POOLING.values())
 _OWN_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/responses": {
         "max_tokens": "max_output_tokens",
@@ -47,6 +59,8 @@ _ECHOED = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
 """What a response of ``/v1/responses`` shows of a request without these fields."""
 _CHAT_ONLY = _CHAT - _COMPLETION
 _NULL = msgspec.Raw(b"null")
+_NEEDED: Mapping[str, Any] = {"query": ".", "documents": ["."]}
+"""What pooling bodies cannot be without."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -58,11 +72,17 @@ class FieldRules:
         self._defaults = dict(defaults)
         self._chat = _typed(ChatCompletionRequest, {"messages": []}, defaults)
         self._completion = _typed(CompletionRequest, {"prompt": "."}, defaults)
+        self._pooling = {kind: _typed(kind, _NEEDED, defaults) for kind in _POOLING}
 
-    def apply(self, request: GenerationRequest) -> None:
-        """Change a request that is decoded. O(fields of the rules)."""
-        is_chat = isinstance(request, ChatCompletionRequest)
-        names, defaults = (_CHAT, self._chat) if is_chat else (_COMPLETION, self._completion)
+    def apply(self, request: Any) -> None:
+        """Change a decoded request of generation or of pooling. O(fields of the rules)."""
+        if isinstance(request, ChatCompletionRequest):
+            names, defaults = _CHAT, self._chat
+        elif isinstance(request, CompletionRequest):
+            names, defaults = _COMPLETION, self._completion
+        else:
+            kind = next(kind for kind in _POOLING if isinstance(request, kind))
+            names, defaults = _POOLING[kind], self._pooling[kind]
         # A chat made of a body of /v1/responses: the answer repeats its fields.
         echo = getattr(getattr(request, "origin", None), "echo", {})
         for name in self._forbid & names:
@@ -80,6 +100,10 @@ class FieldRules:
 
     def rewrite(self, path: str, fields: dict[str, msgspec.Raw]) -> None:
         """Change the members of a JSON body of ``path``; other paths have no such fields."""
+        pooling = POOLING_PATHS.get(path)
+        if pooling is not None:
+            self._rewrite_pooling(_POOLING[POOLING_BODIES[pooling]], fields)
+            return
         own = _OWN_NAMES.get(_COUNTED.get(path, path))
         if own is None:
             return
@@ -96,6 +120,13 @@ class FieldRules:
             # null means absent, here as well
             if not excluded and fields.get(field, _NULL) == _NULL:
                 fields[field] = msgspec.Raw(msgspec.json.encode(value))
+
+    def _rewrite_pooling(self, names: Collection[str], fields: dict[str, msgspec.Raw]) -> None:
+        for name in self._forbid - _COMPARED:
+            fields.pop(name, None)
+        for name, value in self._defaults.items():
+            if name in names and fields.get(name, _NULL) == _NULL:
+                fields[name] = msgspec.Raw(msgspec.json.encode(value))
 
 
 def rewritten(
@@ -121,13 +152,15 @@ def rewritten(
 def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
     """Check the rules of a model whose requests are decoded here. Raises ConfigError."""
     for key, names in (("defaults", defaults), ("forbid", forbid)):
-        unknown = sorted(set(names) - _CHAT - _COMPLETION)
+        unknown = sorted(set(names) - _ALL)
         if unknown:
             raise ConfigError(f"ServiceArgs.{key}: {unknown[0]} is not a field of a request")
-    for kind, fields, needed in (
+    kinds: Iterable[tuple[type[msgspec.Struct], Collection[str], Mapping[str, Any]]] = (
         (ChatCompletionRequest, _CHAT, {"messages": [{"role": "user", "content": "."}]}),
         (CompletionRequest, _COMPLETION - _CHAT, {"prompt": "."}),
-    ):
+        *((kind, names - _CHAT - _COMPLETION, _NEEDED) for kind, names in _POOLING.items()),
+    )
+    for kind, fields, needed in kinds:
         values = {name: value for name, value in defaults.items() if name in fields}
         try:
             request = msgspec.convert({"model": ".", **needed, **values}, kind)
@@ -138,12 +171,12 @@ def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
 
 
 def _typed(
-    kind: type[GenerationRequest], needed: Mapping[str, Any], defaults: Mapping[str, Any]
+    kind: type[msgspec.Struct], needed: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return those of ``defaults`` that a request of ``kind`` takes, as typed values."""
     typed: dict[str, Any] = {}
     for name, value in defaults.items():
-        if name in kind.__struct_fields__ and name not in PROTECTED:
+        if name in _POOLING.get(kind, kind.__struct_fields__) and name not in PROTECTED:
             try:
                 request = msgspec.convert({"model": ".", **needed, name: value}, kind)
             except msgspec.ValidationError:

@@ -9,6 +9,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,6 @@ from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import (
     MAX_SALT_CHARACTERS,
     MAX_SESSION_CHARACTERS,
-    GenerationRequest,
     NvExt,
 )
 from dynamo.protocols.status import RouteReceipt
@@ -162,10 +162,8 @@ def check_router_fields(nvext: NvExt | None, priority: int | None, key: ApiKey |
         raise _forbidden(f"'priority' = {shorten(priority)}", key, "priority=N", allowed)
 
 
-def check_fields(
-    request: GenerationRequest, key: ApiKey | None, ignores_nvext: bool = False
-) -> None:
-    """Check the fields of a client's request that router and engine obey.
+def check_fields(request: Any, key: ApiKey | None, ignores_nvext: bool = False) -> None:
+    """Check the fields of a client's request, of any API, that router and engine obey.
 
     With ``ignores_nvext`` those for the router have no effect. Raises Forbidden naming the field.
     """
@@ -175,7 +173,7 @@ def check_fields(
         check_router_fields(request.nvext, request.priority, key)
     # These name the hosts and blocks of other engines.
     for name in ("kv_transfer_params", "ec_transfer_params"):
-        if getattr(request, name) is not None and not key.grants.routing:
+        if getattr(request, name, None) is not None and not key.grants.routing:
             raise _forbidden(f"'{name}'", key, "routing")
 
 

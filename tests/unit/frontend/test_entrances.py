@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -11,7 +13,8 @@ from http_bench import Bench
 from relayed_kit import PATHS, RelaySite
 from text_kit import card
 
-from dynamo.errors import Disconnected, ModelNotFound, Overloaded
+from dynamo.config.frontend import IGNORE, REFUSE
+from dynamo.errors import Disconnected, ModelNotFound, NoInstances, Overloaded
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.http import Exchange
@@ -186,6 +189,56 @@ async def test_a_forbidden_field_has_no_effect(site: Entrances, member: str) -> 
         await site.send("/v1/chat/completions", model, **given)
     for routing in site.routings:
         assert routing is None or (routing.cache_namespace, routing.dp_rank) == (None, None)
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_the_graphs_fields_count(site: Entrances, path: str, model: str) -> None:
+    site.rules[model] = FieldRules({"cache_salt": "graph"}, ["cache_salt", "nvext"])
+    if model == "tiny":
+        more: dict[str, Any] = {} if path == MESSAGES else {"nvext": {"dp_rank": 1}}
+        await site.send(path, model, **more)
+        (routing,) = site.routings
+        assert (routing.cache_namespace, routing.dp_rank) == ("graph", None)
+    else:
+        await site.send(path, model, cache_salt="client", odd=1)
+        sent = json.loads(site.relayed[0].request.body)
+        assert (sent["cache_salt"], sent["odd"]) == ("graph", 1)
+    site.leave()
+
+
+@pytest.mark.parametrize("unknown", [REFUSE, IGNORE])
+@pytest.mark.parametrize("path", [*GENERATION, *COUNTS])
+async def test_one_setting_decides_about_unknown_fields(path: str, unknown: str) -> None:
+    site = Entrances(unknown_fields=unknown)
+    await site.send(path, "tiny", odd_one=1)
+    refused = bool(site.bench.transport.out) and site.status == 400
+    assert refused == (unknown == REFUSE and path != "/v1/route"), site.bench.transport.out
+    assert not refused or b"odd_one" in site.body
+    site.leave()
+
+
+@pytest.mark.parametrize("path", GENERATION)
+async def test_a_model_that_loads_is_waited_for(
+    site: Entrances, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def later(*_: str) -> Any:
+        return site.entry
+
+    monkeypatch.setattr(site, "is_loading", lambda name: name == "tiny")
+    monkeypatch.setattr(site, "find", Mock(side_effect=NoInstances))
+    monkeypatch.setattr(site, "find_loaded", later)
+    await site.send(path, "tiny")
+    assert len(site.streams) + len(site.relayed) == 1, site.bench.transport.out
+    site.leave()
+    site.settled()
+
+
+async def test_every_route_is_among_those_above(site: Entrances) -> None:
+    posts = {path for path, methods in site.routes.paths() if "POST" in methods}
+    apis = {POOLING_PATHS.get(path, path) for path in (*GENERATION, *COUNTS)}
+    others = {path for path in posts if POOLING_PATHS.get(path, path) not in apis}
+    # The one takes ids instead of a prompt, the other the id of a response.
+    assert others == {"/detokenize", "/v1/responses/"}
 
 
 @pytest.mark.parametrize(("path", "model"), ENTRANCES)

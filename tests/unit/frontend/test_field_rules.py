@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.frontend.apis.messages.prompt import parse_messages
+from dynamo.frontend.apis.pooling.route import APIS, EMBEDDINGS_API
 from dynamo.frontend.apis.responses.prompt import parse_response
 from dynamo.frontend.prompt.field_rules import FieldRules, check_rules, rewritten
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
@@ -42,6 +43,24 @@ def test_other_apis() -> None:
     assert (response.temperature, response.max_tokens) == (0.6, 50)
     assert response.origin.echo["temperature"] == 0.6
     assert response.origin.echo["max_output_tokens"] == 50
+
+
+def test_pooling_apis_get_the_fields_that_they_have() -> None:
+    rules = FieldRules(
+        {"dimensions": 64, "use_activation": False, "temperature": 0.6},
+        ["top_k", "truncate_prompt_tokens", "documents"],
+    )
+    text = applied(EMBEDDINGS_API.parse, {"input": "hi", "truncate_prompt_tokens": 3}, rules)
+    assert (text.dimensions, text.use_activation, text.truncate_prompt_tokens) == (64, False, None)
+    rerank = next(api for api in APIS if api.name == "rerank")
+    body = {"query": "hi", "documents": ["ho"], "use_activation": True}
+    pairs = applied(rerank.parse, body, rules)
+    assert (pairs.use_activation, pairs.documents) == (True, ["ho"])
+    relayed = json.loads(rewritten("/v2/rerank", json.dumps(body).encode(), "m", rules))
+    assert relayed == body
+    check_rules({"dimensions": 64}, ["use_activation"])
+    with pytest.raises(ConfigError, match="dimensions"):
+        check_rules({"dimensions": 0}, [])
 
 
 def test_a_response_shows_no_field_that_is_forbidden() -> None:
@@ -78,7 +97,12 @@ def test_a_field_of_one_kind_alone() -> None:
         ),
         ("/v1/messages", {"max_tokens": 3}, {"max_tokens": 3, "temperature": 0.6}),
         ("/v1/completions", {"prompt": ""}, {"prompt": "", "temperature": 0.6, "max_tokens": 50}),
-        ("/v1/embeddings", {"input": "", "top_k": 3}, {"input": "", "top_k": 3}),
+        (
+            "/v1/embeddings",
+            {"input": "", "top_k": 3},
+            {"input": "", "chat_template_kwargs": {"a": 1}},
+        ),
+        ("/v1/audio/speech", {"input": "", "top_k": 3}, {"input": "", "top_k": 3}),
     ],
 )
 def test_a_body_that_is_relayed(path: str, body: dict[str, Any], expected: dict[str, Any]) -> None:

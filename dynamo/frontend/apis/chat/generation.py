@@ -24,7 +24,6 @@ from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
-from dynamo.protocols.openai import GenerationRequest
 
 
 class _Named(msgspec.Struct):
@@ -136,10 +135,8 @@ def _reject(
     return False
 
 
-def adapt(
-    models: Models, ignores_nvext: bool, request: GenerationRequest, loaded: LoadedModel
-) -> None:
-    """Set and remove the fields that the operator decides about, for every use of a prompt."""
+def adapt(models: Models, ignores_nvext: bool, request: Any, loaded: LoadedModel) -> None:
+    """Set and remove the fields that the operator decides about, in every API."""
     if ignores_nvext:
         request.nvext = request.priority = request.session_id = None
     if models.rules and (rules := models.rules.get(loaded.name)) is not None:

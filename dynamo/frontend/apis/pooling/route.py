@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.config.frontend import REFUSE
-from dynamo.errors import DynamoError, InvalidArgument, shorten
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances, shorten
 from dynamo.frontend.answer.pooling import (
     ClassifyAnswer,
     EmbeddingsAnswer,
@@ -24,7 +24,7 @@ from dynamo.frontend.answer.pooling import (
     ScoreAnswer,
     VectorsAnswer,
 )
-from dynamo.frontend.apis.chat.generation import reject_early, reject_large, requested_model
+from dynamo.frontend.apis.chat.generation import adapt, reject_early, reject_large, requested_model
 from dynamo.frontend.apis.pooling.inputs import Inputs, pair_inputs, text_inputs
 from dynamo.frontend.apis.relay.request import PoolingWriter, RelayedEngineRequest
 from dynamo.frontend.models.model import TokenModel
@@ -33,7 +33,7 @@ from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, check_engine_value
 from dynamo.frontend.prompt.engine_options import request_routing
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import BodyDecoder
-from dynamo.frontend.requests.headers import check_router_fields, request_id, routed
+from dynamo.frontend.requests.headers import check_fields, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -46,19 +46,17 @@ from dynamo.protocols.pooling import (
     CLASSIFY,
     EMBEDDINGS,
     POOLING,
+    POOLING_BODIES,
     POOLING_KEY,
     POOLING_PATHS,
     POOLING_TYPES,
     RERANK,
     SCORE,
-    ClassifyBody,
-    EmbeddingBody,
     InputBody,
     PairBody,
     PoolingBody,
     PoolingFacts,
     RerankBody,
-    ScoreBody,
     strict_kind,
 )
 from dynamo.runtime.process.tasks import Tasks
@@ -73,7 +71,6 @@ class PoolingApi(NamedTuple):
     """One API. ``inputs`` are made in a thread for long bodies; ``answer`` makes the body."""
 
     name: str
-    body: type[AnyPoolingBody]
     inputs: Callable[[Preprocessor, PoolingFacts, Any], Inputs]
     answer: Callable[[Any, PoolingFacts, PoolingOrigin], PoolingAnswer]
 
@@ -84,7 +81,7 @@ class PoolingApi(NamedTuple):
 
     def parse(self, body: bytes, *, unknown: str = REFUSE) -> Any:
         """Decode and check a request. Raises InvalidArgument. O(bytes)."""
-        request = _decoder(self.body)(body, unknown)
+        request = _decoder(POOLING_BODIES[self.name])(body, unknown)
         if isinstance(request, InputBody):
             _check_inputs(request)
         if request.nvext is not None and request.nvext.router_config_override is not None:
@@ -151,23 +148,20 @@ def _rerank_answer(body: RerankBody, facts: PoolingFacts, origin: PoolingOrigin)
 
 EMBEDDINGS_API = PoolingApi(
     EMBEDDINGS,
-    EmbeddingBody,
     text_inputs,
     lambda body, facts, origin: EmbeddingsAnswer(origin, body.encoding_format == "base64"),
 )
 APIS = (
     EMBEDDINGS_API,
-    PoolingApi(RERANK, RerankBody, pair_inputs, _rerank_answer),
-    PoolingApi(SCORE, ScoreBody, pair_inputs, lambda body, facts, origin: ScoreAnswer(origin)),
+    PoolingApi(RERANK, pair_inputs, _rerank_answer),
+    PoolingApi(SCORE, pair_inputs, lambda body, facts, origin: ScoreAnswer(origin)),
     PoolingApi(
         CLASSIFY,
-        ClassifyBody,
         text_inputs,
         lambda body, facts, origin: ClassifyAnswer(origin, facts.labels),
     ),
     PoolingApi(
         POOLING,
-        PoolingBody,
         _vectors_inputs,
         lambda body, facts, origin: VectorsAnswer(origin, body.encoding_format == "base64"),
     ),
@@ -206,6 +200,7 @@ class PoolingRoutes:
         self._models = models
         self._tasks = tasks
         self._unknown = registry.settings.unknown_field_policy
+        self._ignores_nvext = registry.settings.disable_nvext
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -226,7 +221,12 @@ class PoolingRoutes:
             parsed = api.parse(exchange.body, unknown=self._unknown)
             model = requested_model(models, parsed, api.model_type)
             loaded = models.find(model, api.model_type)
+            check_fields(parsed, exchange.api_key, self._ignores_nvext)
         except DynamoError as error:
+            # Parsed again there: a wait is rare, and nothing of this try is kept.
+            if isinstance(error, NoInstances) and models.is_loading(model):
+                self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
+                return
             registry.hold_or_refuse(exchange, api.name, error, model)
             return
         call = self._begin(api, exchange, loaded, parsed)
@@ -239,7 +239,7 @@ class PoolingRoutes:
             call.request.fail(error)
 
     async def _serve_large(self, api: PoolingApi, exchange: Exchange) -> None:
-        """As :meth:`_serve`, with all work on the body in a thread."""
+        """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
         registry, models, model = self._registry, self._models, "unknown"
         threads = registry.off_loop
 
@@ -254,13 +254,15 @@ class PoolingRoutes:
             if exchange.gone:
                 registry.abandoned(exchange, api.name, model, False)
                 return
-            loaded = models.find(model, api.model_type)
+            loaded = await models.find_loaded(model, api.model_type)
+            check_fields(parsed, exchange.api_key, self._ignores_nvext)
             await self._send_off_loop(self._begin(api, exchange, loaded, parsed))
 
     def _begin(
         self, api: PoolingApi, exchange: Exchange, loaded: TokenModel, parsed: Any
     ) -> _PoolingCall:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
+        adapt(self._models, self._ignores_nvext, parsed, loaded)
         self._registry.release_body(exchange)
         info = RequestInfo(api.name, *request_id(exchange.headers, parsed.request_id))
         writer = PoolingWriter()
@@ -295,13 +297,9 @@ class PoolingRoutes:
             queries=inputs.queries,
             type_one_at=inputs.type_one_at,
         )
-        exchange, ignores_nvext = request.exchange, self._registry.settings.disable_nvext
-        if ignores_nvext:
-            parsed.nvext = parsed.priority = parsed.session_id = None
-        nvext = parsed.nvext
-        check_router_fields(nvext, parsed.priority, exchange.api_key)
+        exchange, nvext = request.exchange, parsed.nvext
         routing = request_routing(parsed, loaded.card.lora_name)
-        routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
+        routing = routed(routing, exchange.headers, exchange.api_key, self._ignores_nvext)
         override = None if nvext is None else nvext.router_config_override
         preprocessed = PreprocessedRequest(
             parsed.model, ids, routing=routing, router_config_override=override
