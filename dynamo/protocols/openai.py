@@ -292,18 +292,6 @@ class ModelList(msgspec.Struct):
     data: list[ModelId]
 
 
-class StrictChatCompletionRequest(
-    ChatCompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """As its parent; an unknown field is an error."""
-
-
-class StrictCompletionRequest(
-    CompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """As its parent; an unknown field is an error."""
-
-
 class PassingChatCompletionRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
     """As its parent, with the unknown fields of its body, for the engine."""
 

@@ -8,7 +8,7 @@ that of Cohere (v2) and Jina.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -66,7 +66,6 @@ _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
 _TokenLimit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _Int31 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = str | dict[str, Any]
-PoolingKind = TypeVar("PoolingKind", bound=msgspec.Struct)
 
 
 def paths_of_type(model_type: str) -> tuple[str, ...]:
@@ -235,7 +234,8 @@ class RerankBody(_PairBody, kw_only=True, omit_defaults=True):
 
 
 PairBody = ScoreBody | RerankBody
-POOLING_BODIES: dict[str, type[InputBody | PairBody]] = {
+AnyPoolingBody = InputBody | PairBody
+POOLING_BODIES: dict[str, type[AnyPoolingBody]] = {
     EMBEDDINGS: EmbeddingBody,
     RERANK: RerankBody,
     SCORE: ScoreBody,
@@ -257,11 +257,3 @@ def _texts(field: str, value: Text | list[Text]) -> list[str]:
             )
         texts.append(text)
     return texts
-
-
-def strict_kind(kind: type[PoolingKind]) -> type[PoolingKind]:
-    """Return ``kind`` as it is decoded where an unknown field is an error."""
-    strict = msgspec.defstruct(
-        kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True
-    )
-    return cast("type[PoolingKind]", strict)

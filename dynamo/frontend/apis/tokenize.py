@@ -37,7 +37,6 @@ from dynamo.protocols.openai import (
     GenerationRequest,
     TemplateText,
 )
-from dynamo.protocols.pooling import strict_kind
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
@@ -142,9 +141,8 @@ TokenizeBody = TokenizePrompt | TokenizeChat
 Adapt = Callable[[GenerationRequest], None]
 
 
-_prompt: BodyDecoder[TokenizePrompt] = BodyDecoder(TokenizePrompt, strict_kind(TokenizePrompt))
-_chat: BodyDecoder[TokenizeChat] = BodyDecoder(TokenizeChat, strict_kind(TokenizeChat))
-_detokenize: BodyDecoder[DetokenizeBody] = BodyDecoder(DetokenizeBody, strict_kind(DetokenizeBody))
+_prompt, _chat = BodyDecoder(TokenizePrompt), BodyDecoder(TokenizeChat)
+_detokenize = BodyDecoder(DetokenizeBody)
 _encode = msgspec.json.Encoder().encode
 
 

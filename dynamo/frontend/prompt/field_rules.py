@@ -6,32 +6,52 @@ of chat completions; other APIs get them under their own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt.validation import check_chat
-from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.protocols.pooling import POOLING_BODIES, POOLING_PATHS
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from dynamo.protocols.pooling import POOLING_BODIES, POOLING_PATHS, AnyPoolingBody
 from dynamo.serve.graph.service import PROTECTED
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Two names of one field: a default for the one is none beside the other."""
-_CHAT = frozenset(ChatCompletionRequest.__struct_fields__) - {*PROTECTED}
-_COMPLETION = frozenset(CompletionRequest.__struct_fields__) - {*PROTECTED}
-_COMPARED = frozenset(
-    ("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
+_PROTECTED_IN_POOLING = frozenset(
+    (
+        *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"),
+        *("encoding_format", "max_tokens_per_query", "max_tokens_per_doc"),
+    )
 )
-"""The texts of pooling bodies, which are the client's; `documents` of a chat are others."""
-_UNSET = ("encoding_format", "max_tokens_per_query", "max_tokens_per_doc")
-"""Fields without null, of which a decoded body does not say whether the client gave them."""
-_POOLING: Mapping[type[msgspec.Struct], frozenset[str]] = {
-    kind: frozenset(kind.__struct_fields__) - {*PROTECTED, *_COMPARED, *_UNSET}
-    for kind in POOLING_BODIES.values()
+"""The client's in pooling bodies: the texts (`documents` of a chat are others), and fields without
+null, of which a decoded body does not say whether the client gave them."""
+
+
+class _BodyFields(NamedTuple):
+    """A kind of body: the fields that rules may change, and those that it cannot be without."""
+
+    fields: frozenset[str]
+    needed: Mapping[str, Any]
+
+
+def _body_fields(
+    kind: type[msgspec.Struct], needed: Mapping[str, Any], *protected: str
+) -> _BodyFields:
+    return _BodyFields(frozenset(kind.__struct_fields__) - {*PROTECTED, *protected}, needed)
+
+
+_BODIES: Mapping[type[msgspec.Struct], _BodyFields] = {
+    ChatCompletionRequest: _body_fields(
+        ChatCompletionRequest, {"messages": [{"role": "user", "content": "."}]}
+    ),
+    CompletionRequest: _body_fields(CompletionRequest, {"prompt": "."}),
+    **{
+        kind: _body_fields(kind, {"query": ".", "documents": ["."]}, *_PROTECTED_IN_POOLING)
+        for kind in POOLING_BODIES.values()
+    },
 }
-_ALL = _CHAT.union(_COMPLETION, *_POOLING.values())
 _OWN_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/responses": {
         "max_tokens": "max_output_tokens",
@@ -57,10 +77,8 @@ _PROMPT_FIELDS = frozenset(
 )
 _ECHOED = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
 """What a response of ``/v1/responses`` shows of a request without these fields."""
-_CHAT_ONLY = _CHAT - _COMPLETION
+_CHAT_ONLY = _BODIES[ChatCompletionRequest].fields - _BODIES[CompletionRequest].fields
 _NULL = msgspec.Raw(b"null")
-_NEEDED: Mapping[str, Any] = {"query": ".", "documents": ["."]}
-"""What pooling bodies cannot be without."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -70,28 +88,20 @@ class FieldRules:
     def __init__(self, defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
         self._forbid = frozenset(forbid)
         self._defaults = dict(defaults)
-        self._chat = _typed(ChatCompletionRequest, {"messages": []}, defaults)
-        self._completion = _typed(CompletionRequest, {"prompt": "."}, defaults)
-        self._pooling = {kind: _typed(kind, _NEEDED, defaults) for kind in _POOLING}
+        self._typed = {kind: _typed(kind, body, defaults) for kind, body in _BODIES.items()}
 
-    def apply(self, request: Any) -> None:
-        """Change a decoded request of generation or of pooling. O(fields of the rules)."""
-        if isinstance(request, ChatCompletionRequest):
-            names, defaults = _CHAT, self._chat
-        elif isinstance(request, CompletionRequest):
-            names, defaults = _COMPLETION, self._completion
-        else:
-            kind = next(kind for kind in _POOLING if isinstance(request, kind))
-            names, defaults = _POOLING[kind], self._pooling[kind]
+    def apply(self, request: GenerationRequest | AnyPoolingBody) -> None:
+        """Change a decoded request. O(fields of the rules)."""
+        kind = next(kind for kind in _BODIES if isinstance(request, kind))
         # A chat made of a body of /v1/responses: the answer repeats its fields.
         echo = getattr(getattr(request, "origin", None), "echo", {})
-        for name in self._forbid & names:
+        for name in self._forbid & _BODIES[kind].fields:
             setattr(request, name, None)
             echo_name = _OWN_NAMES["/v1/responses"].get(name, name)
             if echo_name in echo and echo_name in _ECHOED:
                 echo[echo_name] = _ECHOED[echo_name]
         limited = any(getattr(request, name, None) is not None for name in _LIMITS)
-        for name, value in defaults.items():
+        for name, value in self._typed[kind].items():
             if getattr(request, name) is None and not (limited and name in _LIMITS):
                 setattr(request, name, value)
             echo_name = _OWN_NAMES["/v1/responses"].get(name, name)
@@ -102,7 +112,7 @@ class FieldRules:
         """Change the members of a JSON body of ``path``; other paths have no such fields."""
         pooling = POOLING_PATHS.get(path)
         if pooling is not None:
-            self._rewrite_pooling(_POOLING[POOLING_BODIES[pooling]], fields)
+            self._rewrite_pooling(_BODIES[POOLING_BODIES[pooling]].fields, fields)
             return
         own = _OWN_NAMES.get(_COUNTED.get(path, path))
         if own is None:
@@ -122,7 +132,7 @@ class FieldRules:
                 fields[field] = msgspec.Raw(msgspec.json.encode(value))
 
     def _rewrite_pooling(self, names: Collection[str], fields: dict[str, msgspec.Raw]) -> None:
-        for name in self._forbid - _COMPARED:
+        for name in self._forbid - _PROTECTED_IN_POOLING:
             fields.pop(name, None)
         for name, value in self._defaults.items():
             if name in names and fields.get(name, _NULL) == _NULL:
@@ -151,19 +161,17 @@ def rewritten(
 
 def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
     """Check the rules of a model whose requests are decoded here. Raises ConfigError."""
+    all_fields = frozenset[str]().union(*(body.fields for body in _BODIES.values()))
     for key, names in (("defaults", defaults), ("forbid", forbid)):
-        unknown = sorted(set(names) - _ALL)
+        unknown = sorted(set(names) - all_fields)
         if unknown:
             raise ConfigError(f"ServiceArgs.{key}: {unknown[0]} is not a field of a request")
-    kinds: Iterable[tuple[type[msgspec.Struct], Collection[str], Mapping[str, Any]]] = (
-        (ChatCompletionRequest, _CHAT, {"messages": [{"role": "user", "content": "."}]}),
-        (CompletionRequest, _COMPLETION - _CHAT, {"prompt": "."}),
-        *((kind, names - _CHAT - _COMPLETION, _NEEDED) for kind, names in _POOLING.items()),
-    )
-    for kind, fields, needed in kinds:
-        values = {name: value for name, value in defaults.items() if name in fields}
+    unchecked = dict(defaults)
+    for kind, body in _BODIES.items():
+        # A field of several kinds has the type of the first: `logprobs` of chats and completions.
+        values = {name: unchecked.pop(name) for name in body.fields & unchecked.keys()}
         try:
-            request = msgspec.convert({"model": ".", **needed, **values}, kind)
+            request = msgspec.convert({"model": ".", **body.needed, **values}, kind)
             if isinstance(request, ChatCompletionRequest):
                 check_chat(request)
         except (msgspec.ValidationError, InvalidArgument) as error:
@@ -171,14 +179,14 @@ def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
 
 
 def _typed(
-    kind: type[msgspec.Struct], needed: Mapping[str, Any], defaults: Mapping[str, Any]
+    kind: type[msgspec.Struct], body: _BodyFields, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return those of ``defaults`` that a request of ``kind`` takes, as typed values."""
     typed: dict[str, Any] = {}
     for name, value in defaults.items():
-        if name in _POOLING.get(kind, kind.__struct_fields__) and name not in PROTECTED:
+        if name in body.fields:
             try:
-                request = msgspec.convert({"model": ".", **needed, name: value}, kind)
+                request = msgspec.convert({"model": ".", **body.needed, name: value}, kind)
             except msgspec.ValidationError:
                 continue  # refused before the start, or of the other kind, as `logprobs`
             typed[name] = getattr(request, name)

@@ -7,7 +7,7 @@ of five answers must not take the first for it. docs/openai.md lists the rules.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -40,27 +40,31 @@ from dynamo.protocols.openai import (
     GenerationRequest,
     PassingChatCompletionRequest,
     PassingCompletionRequest,
-    StrictChatCompletionRequest,
-    StrictCompletionRequest,
     StructuredOutputs,
 )
 
 BodyKind = TypeVar("BodyKind", bound=msgspec.Struct)
 
 
+def strict_kind(kind: type[BodyKind]) -> type[BodyKind]:
+    """Return ``kind`` as it is decoded where an unknown field is an error."""
+    strict = msgspec.defstruct(
+        kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True
+    )
+    return cast("type[BodyKind]", strict)
+
+
 class BodyDecoder(Generic[BodyKind]):
     """Decodes the bodies of one API.
 
-    ``strict`` is ``kind`` without unknown fields, ``passing`` is ``kind`` with them as
-    ``passed_fields``, for APIs that can pass them on.
+    ``passing`` is ``kind`` with unknown fields as ``passed_fields``, for APIs that can pass them
+    on.
     """
 
-    def __init__(
-        self, kind: type[BodyKind], strict: type[BodyKind], passing: type[BodyKind] | None = None
-    ) -> None:
+    def __init__(self, kind: type[BodyKind], passing: type[BodyKind] | None = None) -> None:
         self._kind = kind
         self._passing = passing
-        self._decode = msgspec.json.Decoder(strict).decode
+        self._decode = msgspec.json.Decoder(strict_kind(kind)).decode
 
     def __call__(self, body: bytes, unknown: str = REFUSE) -> BodyKind:
         """Decode a body, with unknown fields as ``unknown`` says. Raises InvalidArgument.
@@ -105,10 +109,10 @@ class BodyDecoder(Generic[BodyKind]):
 
 
 _decode_chat: BodyDecoder[ChatCompletionRequest] = BodyDecoder(
-    ChatCompletionRequest, StrictChatCompletionRequest, PassingChatCompletionRequest
+    ChatCompletionRequest, PassingChatCompletionRequest
 )
 _decode_completion: BodyDecoder[CompletionRequest] = BodyDecoder(
-    CompletionRequest, StrictCompletionRequest, PassingCompletionRequest
+    CompletionRequest, PassingCompletionRequest
 )
 
 

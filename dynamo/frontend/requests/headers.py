@@ -9,7 +9,6 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import msgspec
 
@@ -19,8 +18,10 @@ from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import (
     MAX_SALT_CHARACTERS,
     MAX_SESSION_CHARACTERS,
+    GenerationRequest,
     NvExt,
 )
+from dynamo.protocols.pooling import AnyPoolingBody
 from dynamo.protocols.status import RouteReceipt
 from dynamo.router.decision.decision import Decision
 from dynamo.router.decision.receipt import DecisionInputs
@@ -162,7 +163,9 @@ def check_router_fields(nvext: NvExt | None, priority: int | None, key: ApiKey |
         raise _forbidden(f"'priority' = {shorten(priority)}", key, "priority=N", allowed)
 
 
-def check_fields(request: Any, key: ApiKey | None, ignores_nvext: bool = False) -> None:
+def check_fields(
+    request: GenerationRequest | AnyPoolingBody, key: ApiKey | None, ignores_nvext: bool = False
+) -> None:
     """Check the fields of a client's request, of any API, that router and engine obey.
 
     With ``ignores_nvext`` those for the router have no effect. Raises Forbidden naming the field.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from typing import cast
 
 from dynamo.config.runtime import RequestPlaneSettings
@@ -14,7 +15,7 @@ from dynamo.runtime.requests.frames import DATA, LAST_KIND, PREAMBLE, FrameError
 log = logging.getLogger(__name__)
 
 
-class FramedConnection(asyncio.Protocol):
+class FramedConnection(asyncio.Protocol, ABC):
     """The base of client and server connections. Subclasses handle the frames.
 
     Everything written during one loop turn leaves in one ``transport.write``: writes made while a
@@ -35,9 +36,9 @@ class FramedConnection(asyncio.Protocol):
         self._corked = True  # until connection_made flushes
         self._peer = "?"
 
+    @abstractmethod
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
         """Handle the frames of one read. May raise FrameError."""
-        raise NotImplementedError
 
     def on_full(self) -> None:
         """Called after a write that left the transport above the high-water mark."""

@@ -58,6 +58,11 @@ def test_pooling_apis_get_the_fields_that_they_have() -> None:
     assert (pairs.use_activation, pairs.documents) == (True, ["ho"])
     relayed = json.loads(rewritten("/v2/rerank", json.dumps(body).encode(), "m", rules))
     assert relayed == body
+    body = {"input": ["hi"], "encoding_format": "base64"}
+    forbidding = FieldRules({}, ["encoding_format", "documents"])
+    assert (
+        json.loads(rewritten("/v1/embeddings", json.dumps(body).encode(), "m", forbidding)) == body
+    )
     check_rules({"dimensions": 64}, ["use_activation"])
     with pytest.raises(ConfigError, match="dimensions"):
         check_rules({"dimensions": 0}, [])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dynamo.frontend.prompt.validation import strict_kind
 from dynamo.protocols import openai
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STRICT_CHAT = strict_kind(openai.ChatCompletionRequest)
+STRICT_COMPLETION = strict_kind(openai.CompletionRequest)
 
 
 def strict(**fields: object) -> openai.ChatCompletionRequest:
-    return msgspec.convert(CHAT | fields, openai.StrictChatCompletionRequest)
+    return msgspec.convert(CHAT | fields, STRICT_CHAT)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_fields_that_clients_send_are_accepted(name: str, value: object) -> None
 
 
 def test_every_optional_field_may_be_null() -> None:
-    request = openai.StrictChatCompletionRequest
+    request = STRICT_CHAT
     nulls = {field.name: None for field in msgspec.structs.fields(request) if not field.required}
     del nulls["model"]  # null where bodies are decoded; the frontend's BodyDecoder drops it
     assert strict(**nulls).temperature is None
@@ -53,8 +56,8 @@ def test_every_optional_field_may_be_null() -> None:
 
 def test_strict_and_lenient_have_the_same_fields() -> None:
     pairs = (
-        (openai.StrictChatCompletionRequest, openai.ChatCompletionRequest),
-        (openai.StrictCompletionRequest, openai.CompletionRequest),
+        (STRICT_CHAT, openai.ChatCompletionRequest),
+        (STRICT_COMPLETION, openai.CompletionRequest),
     )
     for one, other in pairs:
         assert one.__struct_fields__ == other.__struct_fields__
@@ -66,7 +69,7 @@ def test_strict_and_lenient_have_the_same_fields() -> None:
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_prompt_forms(prompt: object) -> None:
     raw = {"model": "m", "prompt": prompt}
-    assert msgspec.convert(raw, openai.StrictCompletionRequest).prompt == prompt
+    assert msgspec.convert(raw, STRICT_COMPLETION).prompt == prompt
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32]])

@@ -24,6 +24,8 @@ from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
+from dynamo.protocols.openai import GenerationRequest
+from dynamo.protocols.pooling import AnyPoolingBody
 
 
 class _Named(msgspec.Struct):
@@ -135,7 +137,12 @@ def _reject(
     return False
 
 
-def adapt(models: Models, ignores_nvext: bool, request: Any, loaded: LoadedModel) -> None:
+def adapt(
+    models: Models,
+    ignores_nvext: bool,
+    request: GenerationRequest | AnyPoolingBody,
+    loaded: LoadedModel,
+) -> None:
     """Set and remove the fields that the operator decides about, in every API."""
     if ignores_nvext:
         request.nvext = request.priority = request.session_id = None

@@ -15,7 +15,7 @@ from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.apis.messages.blocks import chat_messages, chat_tools, system_message
 from dynamo.frontend.prompt.bounds import MAX_MESSAGES, MAX_TOOLS, decoder_text
 from dynamo.frontend.prompt.messages import NewMessage
-from dynamo.frontend.prompt.validation import check_chat, check_json
+from dynamo.frontend.prompt.validation import check_chat, check_json, strict_kind
 from dynamo.protocols.openai import MAX_TOKENS_LIMIT, ChatCompletionRequest, NvExt
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
@@ -99,12 +99,7 @@ class MessagesBody(PromptBody, kw_only=True):
     service_tier: str | None = None
 
 
-class StrictPromptBody(PromptBody, kw_only=True, forbid_unknown_fields=True):
-    """As its parent; an unknown field is an error."""
-
-
-class StrictMessagesBody(MessagesBody, kw_only=True, forbid_unknown_fields=True):
-    """As its parent; an unknown field is an error."""
+_STRICT_PROMPT, _STRICT_MESSAGES = strict_kind(PromptBody), strict_kind(MessagesBody)
 
 
 class MessagesChatRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
@@ -133,7 +128,7 @@ def parse_messages(
     Unknown fields are refused or ignored; ``strip_preamble`` leaves the billing header of
     Claude Code out of the prompt.
     """
-    kind = StrictMessagesBody if unknown == REFUSE else MessagesBody
+    kind = _STRICT_MESSAGES if unknown == REFUSE else MessagesBody
     parsed = _decoded(body, kind)
     if parsed.thread not in (None, False):
         raise ThreadUnsupported("thread: nothing is stored; send all messages")
@@ -159,7 +154,7 @@ def parse_count(
     body: bytes, *, unknown: str = REFUSE, strip_preamble: bool = True
 ) -> MessagesChatRequest:
     """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
-    kind = StrictPromptBody if unknown == REFUSE else PromptBody
+    kind = _STRICT_PROMPT if unknown == REFUSE else PromptBody
     request = _chat_request(_decoded(body, kind), strip_preamble)
     check_chat(request)
     return request

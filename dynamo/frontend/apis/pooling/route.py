@@ -52,19 +52,17 @@ from dynamo.protocols.pooling import (
     POOLING_TYPES,
     RERANK,
     SCORE,
+    AnyPoolingBody,
     InputBody,
-    PairBody,
     PoolingBody,
     PoolingFacts,
     RerankBody,
-    strict_kind,
 )
 from dynamo.runtime.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
 _INLINE_TEXTS = 64
 """Pairs of more texts are tokenized in a thread, however short these are."""
-AnyPoolingBody = InputBody | PairBody
 
 
 class PoolingApi(NamedTuple):
@@ -92,7 +90,7 @@ class PoolingApi(NamedTuple):
 
 @cache
 def _decoder(kind: type[AnyPoolingBody]) -> BodyDecoder[Any]:
-    return BodyDecoder(kind, strict_kind(kind))
+    return BodyDecoder(kind)
 
 
 def facts_of(card: ModelCard) -> PoolingFacts:

@@ -109,13 +109,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     prompt: Any = None
 
 
-class StrictResponsesRequest(
-    ResponsesRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """As its parent; an unknown field is an error."""
-
-
-_decode: BodyDecoder[ResponsesRequest] = BodyDecoder(ResponsesRequest, StrictResponsesRequest)
+_decode = BodyDecoder(ResponsesRequest)
 
 
 class ResponseOrigin:
