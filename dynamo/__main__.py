@@ -4,11 +4,12 @@ Before a verb runs nothing needs clean-up, so the signal itself ends the process
 130). Python's KeyboardInterrupt inside the import of a compiled module can crash the interpreter.
 """
 
-import signal
+# The core of the module signal, whose own import reads files, so that Ctrl-C can meet it.
+import _signal  # type: ignore[import-not-found]
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not with nohup, or after &
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not with nohup, or after &
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from dynamo.cli.main import main
 

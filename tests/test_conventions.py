@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAB = ROOT / "lab"
 SOURCES = sorted([*(ROOT / "dynamo").rglob("*.py"), *(LAB / "dynamo_lab").rglob("*.py")])
 COMPILED = sorted((ROOT / "dynamo").rglob("*.pyx"))
-LINES = 106_334
+LINES = 106_335
 """Lines of Python in dynamo/: what comes in pays with what goes out, or its commit says why not."""
 FILE_LINES = 500
 FUNCTION_LINES = 60
